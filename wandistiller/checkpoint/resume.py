@@ -93,7 +93,10 @@ def changed_keys(folder: Path, recorded: dict[str, Any], allowed: list[str]) -> 
 
 
 def _with_decay(identity: dict[str, Any]) -> dict[str, Any]:
-    """Return an identity with Adam's decay written out, which earlier runs left to its default, 0."""
+    """Return an identity with Adam's decay written out, which earlier runs left to DeepSpeed's default, 0.
+
+    Those that ran with torch's AdamW had its 0.01, which is not recorded: they go on at 0.
+    """
     optimizer = identity.get("optimizer", {})
     if "adam" not in str(optimizer.get("type")).lower():
         return identity

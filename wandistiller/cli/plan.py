@@ -117,7 +117,9 @@ def _of_run(
         run.teacher.weights or run.teacher.engine.precision for run in (job, best[0].job if best else job)
     )
     if tried != own:
-        lines[-1] = f"none fits with the teacher's weights in {own}; in {tried} fit, the simplest first:"
+        change = ", which changes its outputs," if best[0].job.teacher.weights else ""
+        none = f"none fits with the teacher's weights in {own}"
+        lines[-1] = f"{none}. In {tried}{change} these fit, the simplest first:"
     for choice in best:
         seconds = StepTime(choice.job, machine, rates).floor()
         lines.append(f"  {seconds:>9.3f} s a step at least: {choice}")

@@ -17,6 +17,7 @@ from wandistiller.engine.ds_schema import BLOCK, MUON_RATES, PEAKS
 from wandistiller.engine.nvme import lock_problems, locked_bytes
 from wandistiller.flow import RENOISE, FlowSchedule
 from wandistiller.student.full_start import full_start_problems
+from wandistiller.student.lora import lora_value_problems
 from wandistiller.student.shared_base import other_adapters
 from wandistiller.student.trainable import tuning_problems
 from wandistiller.teacher.placements.base import Placement
@@ -35,7 +36,7 @@ def own_problems(run: RunConfig, *, here: bool) -> list[str]:
     remedy = f"Write keys among: {', '.join(CHANGEABLE)}."
     unknown = [key for key in run.allow_changed or () if key not in CHANGEABLE]
     problems += [problem("command line", "allow_changed", key, remedy) for key in unknown]
-    return problems + background_problems(run.background)
+    return problems + background_problems(run.background) + lora_value_problems(run.lora)
 
 
 def combined_problems(job: Job, world: int, *, here: bool) -> list[str]:

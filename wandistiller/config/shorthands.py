@@ -9,7 +9,7 @@ from wandistiller.config.run_config import AUTO, ZERO, RunConfig, read_run_confi
 from wandistiller.config.validate import collecting
 from wandistiller.data.lines import prompt_problems
 from wandistiller.distributed import collectives
-from wandistiller.engine.ds_config import load
+from wandistiller.engine.ds_config import key_problems, load
 from wandistiller.engine.ds_overrides import EngineOverrides, contradictions
 from wandistiller.teacher.strategies import strategies
 from wandistiller.utils.errors import ConfigError
@@ -45,10 +45,13 @@ def merged(
         place[TEACHER] = teacher_file(place[TEACHER])
     elif TEACHER in flags:  # it replaces the precision of the recipe's too
         values.pop("teacher_dtype", None)
+    engine = (values | flags).get("deepspeed_config")
     own = values.get("deepspeed_config", AUTO)
     if flags.get("deepspeed_config") == AUTO != own and isinstance(own, str | dict):
         with collecting(problems):  # its batch, optimizer and schedule stay
-            flags["deepspeed_config"] = load(own).replaced(**{ZERO: AUTO}).raw
+            json, engine = load(own), own
+            problems += key_problems(json)
+            flags["deepspeed_config"] = json.replaced(**{ZERO: AUTO}).raw
     origin = dict.fromkeys(values, where) | dict.fromkeys(flags, "command line")
     if emulated is not None:
         values |= _open_precisions(values | flags, named, emulated)
@@ -59,7 +62,7 @@ def merged(
     problems += _prompt_problems(origin, given)
     sharers, ranks = given.get("context_parallel"), collectives.world_size() if world is None else world
     sharers = sharers if isinstance(sharers, int) and sharers > 0 else 1
-    problems += _student_problems(origin, given, max(1, ranks // sharers))
+    problems += _student_problems(origin, given, engine, max(1, ranks // sharers))
     with collecting(problems):
         run = read_run_config(values, flags, recipe or "command line")
     if problems:
@@ -117,9 +120,11 @@ def _dtype_problems(origin: dict[str, str], named: str | dict[str, Any], dtype: 
     ]
 
 
-def _student_problems(origin: dict[str, str], given: dict[str, Any], world: int) -> list[str]:
-    """List the settings of the student's engine that contradict the JSON that the user named."""
-    if not (named := given.get("deepspeed_config")):
+def _student_problems(
+    origin: dict[str, str], given: dict[str, Any], named: str | dict[str, Any] | None, world: int
+) -> list[str]:
+    """List the settings of the student's engine that contradict the JSON that the user `named`."""
+    if not named:
         return []  # the default JSON: its values are defaults
     types = types_of(RunConfig)
     keys = [f.name for f in fields(EngineOverrides) if f.name in given]

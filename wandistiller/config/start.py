@@ -25,6 +25,8 @@ class Start:
     """Equal for two starts from the same weights."""
     history: list[str]
     """Objective and steps of that run and of those before it."""
+    teacher: str = ""
+    """Identity of its teacher's networks."""
 
     @property
     def experts(self) -> str:
@@ -40,7 +42,7 @@ class Start:
 def start_after(folder: Path, identity: dict[str, Any], facts: Facts, steps: int) -> Start:
     """Describe the student after `steps` steps of a run of that identity, with these facts."""
     history = [*(facts.before or []), f"{facts.objective}: {steps} steps"]
-    return Start(folder, facts, digest(identity, steps), history)
+    return Start(folder, facts, digest(identity, steps), history, identity.get("teacher", ""))
 
 
 def recorded_stages(output: Path) -> list[Path]:

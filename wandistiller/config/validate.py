@@ -28,6 +28,7 @@ from wandistiller.utils.errors import ConfigError, readable
 from wandistiller.utils.files import SHIPPED
 from wandistiller.wan.added_lora import as_settings, read_added, with_experts
 from wandistiller.wan.pipeline import WanFolder, open_wan, usual_for, with_loras
+from wandistiller.wan.sampling import noise_problems
 from wandistiller.wan.structure import PARTS
 from wandistiller.wan.transformer import usual_config
 from wandistiller.wan.transformer_config import TransformerConfig
@@ -76,6 +77,7 @@ def read_job(
         if run.teacher_lora:
             added = read_added("recipe", "teacher_lora", run.teacher_lora)
             folder = with_loras(folder, with_experts("recipe", added, folder.configs, OF_AN_EXPERT))
+        problems += noise_problems(folder)
     with collecting(problems):
         folder, items = _read_data(run, folder)
     with collecting(problems):

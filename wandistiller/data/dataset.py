@@ -221,7 +221,7 @@ class _Index:
         self._file, self._offset = array("i"), array("q")
         self.kinds, self.hashes, self._namesakes = array("B"), array("Q"), Namesakes()
         self._tables: dict[int, Table] = {}
-        self._looked_up = Counter({NEGATIVE_PROMPT: MOST_LOOKED_UP})  # its texts are no names
+        self._looked_up = Counter[str]()
         """Names in each column that is not used that were looked for."""
         self.unused: dict[str, str] = {}
         self.unknown: list[Path] = []
@@ -351,7 +351,8 @@ class _Index:
 
     def _require_no_file(self, column: str, text: str, path: Path) -> None:
         """Raise ValueError if a text that is not used names a file beside the table."""
-        if "://" in text or len(text) > LONGEST_NAME or self._looked_up[column] >= MOST_LOOKED_UP:
+        is_text = column == NEGATIVE_PROMPT or "://" in text or len(text) > LONGEST_NAME
+        if is_text or self._looked_up[column] >= MOST_LOOKED_UP:
             return
         self._looked_up[column] += 1
         if in_any_form(path.parent / text).is_file():

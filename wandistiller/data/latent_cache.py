@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -39,6 +40,11 @@ class Rollouts:
     seed: int
     shift: float
 
+    @property
+    def making(self) -> Self:
+        """What each rollout depends on: their number changes none of them."""
+        return dataclasses.replace(self, per_prompt=0)
+
 
 class LatentCache:
     """x0 of samples on disk, each under a key made of all that it depends on."""
@@ -63,9 +69,8 @@ class LatentCache:
         self.device = device
         self._folder, self._rollouts = folder, rollouts
         self._reader, self._samples_per_file = reader, samples_per_file
-        making = dataclasses.replace(rollouts, per_prompt=0)  # their number changes none of them
         form = ["a tensor for each state"] * rollouts.keep_path  # of the files, else older ones would be read
-        self._made = TensorCache(cache / "latents" / digest(teacher_fingerprint, str(making), *form))
+        self._made = TensorCache(cache / "latents" / digest(teacher_fingerprint, str(rollouts.making), *form))
         of_media = cache / "latents" / digest(fingerprint([folder.path / "vae"]))
         self._media = MediaCache(of_media, cache / "latents" / "unusable.json", samples_per_file)
 
@@ -98,7 +103,8 @@ class LatentCache:
         """Encode images and videos, given by key. Collective.
 
         Returns:
-            File and reason of each sample that cannot be used, by key; equal on all ranks, and stored.
+            File and reason of each sample that cannot be used, by key; equal on all ranks, and stored, unless
+            the next run may be able to read it.
         """
 
         def encoder() -> Encode:

@@ -1,5 +1,6 @@
 """Images and videos as pixels of one size, prepared as Wan does; only frames that are used are decoded."""
 
+import os
 import struct
 import warnings
 import zlib
@@ -63,7 +64,7 @@ class MediaError(Exception):
     """The reason why an image or video cannot be used; without its name."""
 
     passing = False
-    """True if the system refused to read it, which may be other than the file's fault."""
+    """True if the system refused to read it, or it is away: the next run may be able to read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,8 @@ class MediaReader:
             if package := missing_package(path):
                 raise MediaError(f"cannot be read: this needs: pip install {package}") from None
             refused = MediaError(f"cannot be read: {(str(error).strip() or repr(error)).splitlines()[0]}")
-            refused.passing = isinstance(error, OSError) and error.errno is not None
+            is_away = not os.path.exists(path)  # moved, or on a disk that is not mounted now
+            refused.passing = is_away or isinstance(error, OSError) and error.errno is not None
             raise refused from None
         if len(fitted) < most:
             raise MediaError(f"has {len(fitted)} frame(s) at {self.fps:g} a second, the run wants {most}")

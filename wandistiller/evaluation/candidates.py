@@ -7,11 +7,10 @@ from pathlib import Path
 
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.experts import Expert
-from wandistiller.export.output import per_expert
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json
 from wandistiller.wan.added_lora import as_settings, read_added, with_experts
-from wandistiller.wan.lora_experts import FACTS, facts_beside, facts_of, files_of
+from wandistiller.wan.lora_experts import FACTS, adapters_of, facts_beside, facts_of, files_of
 from wandistiller.wan.pipeline import TINY, WanFolder, open_wan, run_problem, student_of, with_loras
 
 
@@ -80,6 +79,7 @@ class Candidate:
         folder = open_wan(self.name) if self.name else open_wan(self.teacher, revision=self.teacher_revision)
         folder = folder.with_first_frames() if self.facts.image_to_video else folder
         if alone := self._alone(folder):
+            self._require_no_other(alone)
             folder = replace(folder, configs={alone: folder.configs[alone]}, boundary=None)
         given = [
             {"file": file, "strength": self.strength} | ({"expert": said} if said else {})
@@ -88,8 +88,17 @@ class Candidate:
         added = read_added("command line", "lora", given)
         return with_loras(folder, with_experts("command line", added, folder.configs, "{expert}={file}"))
 
+    def _require_no_other(self, alone: Expert) -> None:
+        """Raise ConfigError if a file is said to be for the other expert than the only one that is used."""
+        for said, file in self.files:
+            if said and said != alone.key:
+                raise ConfigError(
+                    f"command line: `lora` is {said}={file}, but another file is a student of the teacher's "
+                    f"{alone.in_words} alone, which serves all noise levels. Leave {file} out."
+                )
+
     def _alone(self, folder: WanFolder) -> Expert | None:
-        """Return the teacher's one of two networks that a student with a LoRA file is; None: it has both."""
+        """Return the only one of the teacher's two networks that a LoRA file's student uses; None: both."""
         for said, file in self.files if len(folder.configs) == 2 else ():
             made = _facts_of_lora(Path(file))
             own = not self.name or Path(self.name).name == Path(made.teacher_path).name
@@ -114,7 +123,7 @@ def read_candidate(
     Raises:
         ConfigError: nothing is named, or a run that has no student yet; or a strength of nothing.
     """
-    if name and adapters_of(name):
+    if name and adapters_of(Path(name)):
         name, loras = None, [name, *loras]
     files = [file for word in loras for file in _files(word)]
     if not (name or files):
@@ -130,7 +139,7 @@ def read_candidate(
         _require_of_teacher(made)
     of_few_steps = [(file, facts) for file, facts in made if facts.few_steps]
     if name and not of_few_steps:
-        where = Path(name) / FACTS
+        where = (Path(name) if Path(name).exists() else open_wan(name).path) / FACTS
         facts = Facts.read(where)
     else:
         where, facts = (of_few_steps or made)[0]
@@ -168,22 +177,12 @@ def _with_places(facts: Facts, output: Path) -> Facts:
     return replace(facts, teacher_path=recipe["teacher_path"], teacher_lora=as_settings(added) or None)
 
 
-def adapters_of(name: str) -> list[Path]:
-    """List the LoRA files of a run of adapters, whose student is its teacher with them; else none."""
-    folder = Path(name)
-    if not (folder / "lora.card" / FACTS).is_file() or student_of(name) != name:
-        return []
-    experts, file = Facts.read(folder / "lora.card" / FACTS).experts, folder / "lora.safetensors"
-    return [path for path in (per_expert(file, experts, name) for name in experts) if path.is_file()]
-
-
 def _files(word: str) -> list[tuple[str, str]]:
     """Return expert, if it is said, and name of the files that a word of --lora means."""
-    expert, equals, name = word.rpartition("=")
-    if equals and expert not in ("high_noise", "low_noise"):
+    expert, _, name = word.partition("=")
+    if expert not in ("high_noise", "low_noise"):
         expert, name = "", word
-    said = Expert.of_key(expert)
-    return [(expert, str(file)) for file in adapters_of(name) or files_of(Path(name), said)]
+    return [(expert, str(file)) for file in files_of(Path(name), Expert.of_key(expert))]
 
 
 def _facts_of_lora(file: Path) -> Facts:

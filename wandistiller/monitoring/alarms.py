@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from wandistiller.distributed.collectives import log0, rank
+from wandistiller.experts import Expert
 from wandistiller.monitoring.health_checks import HealthChecks, SampleStats
 from wandistiller.monitoring.metrics import MetricsLine, append_line, keep_lines, read_lines
 from wandistiller.objectives.base import Limit
@@ -89,7 +90,8 @@ class Alarms:
         """By expert."""
         self._slowest: deque[Seconds] = deque(maxlen=WAITING * SHORT_WINDOW)
         self._images: dict[str, ImageStats] = {}
-        self._raised: dict[str, int] = {}
+        self._raised: dict[tuple[str, str], int] = {}
+        """The step of the last alarm, by kind and expert."""
         self._checks = HealthChecks(limits)
 
     def go_on_from(self, start: int, lines: list[MetricsLine]) -> None:
@@ -108,7 +110,7 @@ class Alarms:
                 curve.norms.append(norm)
         self._checks.go_on_from(lines)
         kept = read_lines(self._file, start)
-        self._raised = {entry["kind"]: entry["step"] for entry in kept}
+        self._raised = {(entry["kind"], entry.get("expert", "")): entry["step"] for entry in kept}
         keep_lines(self._file, start)
 
     def step(
@@ -130,12 +132,11 @@ class Alarms:
         """
         self._slowest.append(Seconds(*map(max, zip(*seconds, strict=True))))
         curve = self._curves[expert]
-        whose = f" of {expert}" if len(self._curves) > 1 else ""
         if math.isfinite(loss):
             curve.add_loss(step, loss)
-            self._loss(step, curve, whose, lr, may_stand=bool(watched))
+            self._loss(step, curve, expert, lr, may_stand=bool(watched))
         if grad_norm is not None:
-            self._gradient(step, curve.norms, whose, grad_norm)
+            self._gradient(step, curve.norms, expert, grad_norm)
             curve.norms.append(grad_norm)
         if len(self._slowest) == self._slowest.maxlen and step % SHORT_WINDOW == 0:
             self._time(step)
@@ -164,8 +165,8 @@ class Alarms:
             text = f"{student.clipped:.0%} of the student's pixels are at an end of their range"
             self._alarm("clipped", step, f"{text}, {teacher.clipped:.0%} of the teacher's. {remedy}")
 
-    def _loss(self, step: int, curve: _Curve, whose: str, lr: float, *, may_stand: bool) -> None:
-        losses, (least, at) = list(curve.losses), curve.least
+    def _loss(self, step: int, curve: _Curve, expert: str, lr: float, *, may_stand: bool) -> None:
+        losses, (least, at), whose = list(curve.losses), curve.least, self._of(expert)
         if len(losses) < SHORT_WINDOW:
             return
         now = mean(losses[-SHORT_WINDOW:])
@@ -173,26 +174,30 @@ class Alarms:
         if now - 2 * error > BLOWN_UP * least and now > UNUSUAL * mean(losses):
             remedy = "Try a lower learning rate or gradient_clipping, from an earlier checkpoint."
             text = f"The loss{whose} has grown to {now:.4g}, {now / least:.1f} times the {least:.4g}"
-            self._alarm("blow-up", step, f"{text} of step {at}. {remedy}")
+            self._alarm("blow-up", step, f"{text} of step {at}. {remedy}", expert)
         if len(losses) == 2 * LONG_WINDOW and not may_stand:
             first, last = losses[:LONG_WINDOW], losses[LONG_WINDOW:]
             noise = math.hypot(stdev(first), stdev(last)) / math.sqrt(LONG_WINDOW)
             if -noise < mean(first) - mean(last) < max(STILL * mean(first), noise):
                 text = f"The loss{whose} stands still: {mean(last):.4g} in its last {LONG_WINDOW} steps"
                 before = f"{mean(first):.4g} in the {LONG_WINDOW} before"
-                self._alarm("plateau", step, f"{text}, {before}, at a learning rate of {lr:.2g}.")
+                self._alarm("plateau", step, f"{text}, {before}, at a learning rate of {lr:.2g}.", expert)
 
-    def _gradient(self, step: int, norms: deque[float], whose: str, norm: float) -> None:
+    def _gradient(self, step: int, norms: deque[float], expert: str, norm: float) -> None:
         if len(norms) < LONG_WINDOW // 4:
             return
-        usual = median(norms)
+        usual, whose = median(norms), self._of(expert)
         if norm > LARGE * usual > 0:
             remedy = "`gradient_clipping` in the student's JSON bounds such a step."
             text = f"The gradient norm{whose} is {norm:.3g}, {norm / usual:.0f} times the usual {usual:.3g}."
-            self._alarm("gradient", step, f"{text} {remedy}")
+            self._alarm("gradient", step, f"{text} {remedy}", expert)
         if norm < SMALL * usual:
             text = f"The gradient norm{whose} is {norm:.3g}, usually {usual:.3g}: nothing is learned now."
-            self._alarm("no gradient", step, text)
+            self._alarm("no gradient", step, text, expert)
+
+    def _of(self, expert: str) -> str:
+        """Return whose curve it is, in words, if there are two."""
+        return f" of the {Expert(expert).in_words}" if len(self._curves) > 1 else ""
 
     def _time(self, step: int) -> None:
         """Compare the time for reading data with all of it, in each of the last SHORT_WINDOWs.
@@ -208,10 +213,12 @@ class Alarms:
             text = f"{data / whole:.0%} of each step is spent reading data"
             self._alarm("data", step, f"{text}, {data / len(slowest):.2g} s a step. {remedy}")
 
-    def _alarm(self, kind: str, step: int, text: str) -> None:
-        if step - self._raised.get(kind, -REPEAT_AFTER) < REPEAT_AFTER:
+    def _alarm(self, kind: str, step: int, text: str, expert: str = "") -> None:
+        """Log and append an alarm, unless one of its kind, of the same expert, was raised lately."""
+        if step - self._raised.get((kind, expert), -REPEAT_AFTER) < REPEAT_AFTER:
             return
-        self._raised[kind] = step
+        self._raised[kind, expert] = step
         log0("ALARM     after step %d: %s", step, text, level=logging.WARNING)
         if rank() == 0:
-            append_line(self._file, {"step": step, "kind": kind, "alarm": text})
+            whose = {"expert": expert} if expert else {}
+            append_line(self._file, {"step": step, "kind": kind, "alarm": text} | whose)

@@ -78,8 +78,8 @@ class _OtherWork:
 
     def rollouts(self) -> float:
         """Rollouts beyond those of the stages before."""
-        number, settings = rollouts_of(self.job), self.job.rollouts
-        same = (stage for stage in _before(self.job) if stage.rollouts == settings)
+        number, making = rollouts_of(self.job), self.job.rollouts.making
+        same = (stage for stage in _before(self.job) if stage.rollouts.making == making)
         left = number - max(map(rollouts_of, same), default=0)
         return self.step.rollouts() * left / number if left > 0 else 0.0
 

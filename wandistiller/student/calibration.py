@@ -189,9 +189,10 @@ def calibration_batches(
 
 @dataclass(frozen=True)
 class VelocityError:
-    """The root of sum |v - v*|^2 / sum |v*|^2 over samples, whose `error_rows` these are."""
+    """The relative velocity error over samples: the root of sum |v - v*|^2 / sum |v*|^2."""
 
     rows_N3: Tensor
+    """The samples' `error_rows`."""
 
     def relative(self, low: float = 0.0, high: float = 1.0) -> float | None:
         """Return the error over the samples with sigma in the band of that name; None without any."""

@@ -57,15 +57,18 @@ class Lora:
         return [(file, expert) for place, expert in said for file in files_of(place, expert)]
 
 
-def lora_problems(given: dict[str, Any], frozen: list[str] | None, config: TransformerConfig) -> list[str]:
-    """List the problems of the recipe key `lora`; weights of files that it names are not read."""
-    problems, good = check("recipe", given, types_of(Lora), "lora.")
-    if not find_spec("peft"):
-        problems.append("recipe: `lora` needs peft. Run: pip install peft")
+def lora_value_problems(given: dict[str, Any] | None) -> list[str]:
+    """List the unknown keys and wrong values of the recipe key `lora`."""
+    return [] if given is None else check("recipe", given, types_of(Lora), "lora.")[0]
+
+
+def lora_problems(lora: Lora, frozen: list[str] | None, config: TransformerConfig) -> list[str]:
+    """List what does not fit the run in `lora`; weights of files that it names are not read."""
+    problems = [] if find_spec("peft") else ["recipe: `lora` needs peft. Run: pip install peft"]
     if frozen:
         remedy = "With `lora` all but the adapters is frozen; remove it."
         problems.append(problem("recipe", "frozen", frozen, remedy))
-    layers, lora = linear_layers(transformer.meta_transformer(config)), Lora(**good)
+    layers = linear_layers(transformer.meta_transformer(config))
     problems += unknown_parts("recipe", "lora.targets", lora.targets, layers)
     targets = [layer for layer in layers if any_names(lora.targets, layer)]
     problems += unknown_parts("recipe", "lora.ranks", lora.ranks or (), targets or layers)

@@ -13,7 +13,6 @@ from wandistiller.experts import Expert
 from wandistiller.student.config import IMPORTANCE, kept_layers, source_experts
 from wandistiller.student.lora import Lora
 from wandistiller.teacher.block_source import SOURCE
-from wandistiller.wan.added_lora import as_settings
 from wandistiller.wan.transformer import meta_transformer, set_parameter, share_rope
 from wandistiller.wan.transformer_config import TransformerConfig
 
@@ -30,9 +29,9 @@ def teacher_bases(job: Any) -> dict[Expert, Expert]:
     if job.run.lora is None or config.raw != folder.config.raw:
         return {}
     if start:
-        facts, teacher = start.facts, (job.run.teacher_path, as_settings(folder.added))
-        same_teacher = (facts.teacher_path, facts.teacher_lora or []) == teacher
-        if not (facts.bases and same_teacher and _kind(facts.lora) == _kind(job.run.lora)):
+        facts = start.facts
+        same_kind = facts.bases and _kind(facts.lora) == _kind(job.run.lora)
+        if not same_kind or start.teacher != folder.identity:
             return {}
         return dict(zip(job.student_experts, map(Expert, facts.bases), strict=True))
     if student.init != "teacher" or student.keep_layers == IMPORTANCE:
@@ -59,9 +58,18 @@ def other_adapters(job: Any) -> list[str]:
     That run's would be merged into a copy of the teacher's weights for every role.
     """
     before, own = job.start and job.start.facts, job.run.lora
-    if not before or not before.bases or own is None or (old := _kind(before.lora)) == (new := _kind(own)):
+    if not before or not before.bases or own is None:
+        return []
+    if own.get("start") and not job.previous:  # of an earlier stage's it was the beginning
+        return [
+            f"recipe: `lora.start` is {own['start']}, but the student begins with the adapters of "
+            f"{job.start.folder}. Keep one."
+        ]
+    if (old := _kind(before.lora)) == (new := _kind(own)):
         return []
     changed = {key: value for key, value in old.items() if new[key] != value}
+    if "rank" in changed and before.lora.get("alpha") is None and own.get("alpha") is None:
+        changed.pop("alpha", None)  # it follows from the rank
     keys = ", ".join(changed)
     return [
         f"recipe: `lora` has another {keys} than the run {job.start.folder}, whose adapters it begins with: "

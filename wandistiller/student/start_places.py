@@ -6,7 +6,9 @@ from typing import Any
 from wandistiller.experts import Expert
 from wandistiller.student.lora import Lora
 from wandistiller.utils.errors import ConfigError
-from wandistiller.wan.lora_experts import expert_of, require_one_side
+from wandistiller.wan.lora_experts import expert_of, require_one_side, unclear_problems
+
+OF_AN_EXPERT = '{{"{expert}": "{file}"}}'
 
 
 def start_places(job: Any) -> dict[Expert, Path]:
@@ -25,6 +27,9 @@ def start_places(job: Any) -> dict[Expert, Path]:
         require_one_side("recipe: `lora.start`", [place for place, said in starts if not said])
         return {network: place for place, _ in starts for network in bases}
     experts = [(place, said or expert_of(place)) for place, said in starts]
+    unclear = [place for place, expert in experts if not expert and place.is_file()]
+    if problems := unclear_problems("recipe: `lora.start`", unclear, OF_AN_EXPERT):
+        raise ConfigError(*problems)
     found = {network: place for network, base in bases.items() for place, of in experts if of in (None, base)}
     if lacking := [base for network, base in bases.items() if network not in found]:
         for place, of in [one for one, (_, said) in zip(experts, starts, strict=True) if not said]:

@@ -44,17 +44,17 @@ def tuning_problems(
     if run.learning_rates and engine.optimizer == "muon":
         cause = "Muon makes its own parameter groups and takes no `learning_rates`"
         problems.append(f"recipe: {cause}. Remove them.")
-    return problems + (lora_problems(run.lora, run.frozen, config) if run.lora is not None else [])
+    return problems + (lora_problems(Lora(**run.lora), run.frozen, config) if run.lora is not None else [])
 
 
 def _untrained_problems(run: Any, config: TransformerConfig, *, projects: bool) -> list[str]:
     """List the parts in `learning_rates` that the student has, but without a weight that is trained."""
     names, why = list(transformer.numels(config)), ""
-    if run.lora is not None and isinstance(targets := run.lora.get("targets", Lora().targets), list):
+    if run.learning_rates and run.lora is not None:
         layers = linear_layers(transformer.meta_transformer(config))
-        layers = [layer for layer in layers if any_names(targets, layer)]
+        layers = [layer for layer in layers if any_names(Lora(**run.lora).targets, layer)]
         names = [f"{layer}.lora_{one}.default.weight" for layer in layers for one in "AB"]  # peft 0.21
-        why = "`lora` trains adapters alone, and it has none. Add it to `lora.targets`, or leave it out."
+        why = "`lora` trains adapters alone: write a layer that has some, such as `to_q`, or leave it out."
     names += [PROJECTIONS] * projects
     none = "There are none: `feature` has them for a student of another width than its teacher. Leave it out."
     return [

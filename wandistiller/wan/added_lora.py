@@ -13,7 +13,7 @@ from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import file_digest
 from wandistiller.utils.validation import Text, check, types_of
-from wandistiller.wan.lora_experts import expert_of, files_of, pair_problems, require_one_side
+from wandistiller.wan.lora_experts import expert_of, files_of, require_one_side, unclear_problems
 from wandistiller.wan.lora_files import LowRank, left_out_words, read_lora
 from wandistiller.wan.transformer import shapes
 from wandistiller.wan.transformer_config import TransformerConfig
@@ -88,7 +88,7 @@ def with_experts(
         require_one_side(where, unsaid)
         return files
     own = {file: expert_of(file) for file in unsaid}
-    if problems := pair_problems(where, [file for file, expert in own.items() if not expert], write):
+    if problems := unclear_problems(where, [file for file, expert in own.items() if not expert], write):
         raise ConfigError(*problems)
     experts = [one.said or own[Path(one.file)] for one in files]
     return [replace(one, expert=expert and expert.key) for one, expert in zip(files, experts, strict=True)]

@@ -109,15 +109,19 @@ PARTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-@once_for_each
 def _building_problems(part: str, where: str, values: dict[str, Any]) -> list[str]:
-    """List the reason why a part cannot be built on the meta device."""
+    return [wrong] if (wrong := _building_problem(part, where, values)) else []
+
+
+@once_for_each
+def _building_problem(part: str, where: str, values: dict[str, Any]) -> str | None:
+    """Return the reason why a part cannot be built on the meta device."""
     try:
         with torch.device("meta"):
             PARTS[part](values)
     except UNFIT as error:
-        return [_unfit(where, error)]
-    return []
+        return _unfit(where, error)
+    return None
 
 
 def _vae_problems(config: PartConfig) -> list[str]:

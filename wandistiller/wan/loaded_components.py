@@ -93,7 +93,7 @@ def load_pipeline(wan: WanFolder, dtype: torch.dtype) -> Pipeline:
     for part, network in experts.items() if added else ():
         add_changes(network, added_changes(added, Expert(part)))
     if len(experts) == 1:  # under the name that diffusers calls
-        (experts["transformer"],) = (experts.popitem()[1],)
+        experts = dict(zip(["transformer"], experts.values(), strict=True))
     image: dict[str, Any] = {}
     if wan.config.image_dim:
         image["image_encoder"] = load_image_encoder(folder / "image_encoder")

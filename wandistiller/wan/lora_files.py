@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
-from wandistiller.wan.lora_keys import ALPHA, DIFFERENCE, NO_WEIGHT, A, B, kind, lora_key, other_method
+from wandistiller.wan.lora_keys import ALPHA, DIFFERENCE, KEY, NO_WEIGHT, A, B, kind, lora_key, other_method
 
 IN_A_FOLDER = "pytorch_lora_weights.safetensors"
 """As diffusers saves it."""
@@ -78,6 +78,8 @@ def read_lora(file: Path, *, weights: bool = True) -> LoraFile:
     Raises:
         ConfigError: it is no such file, or holds what is no LoRA.
     """
+    if file.is_dir() and not (file / IN_A_FOLDER).is_file():
+        raise ConfigError(f"{file}: is a folder without {IN_A_FOLDER}. Name the LoRA file.")
     file = file / IN_A_FOLDER if file.is_dir() else file
     try:
         with safe_open(file, "pt") as opened:
@@ -88,8 +90,8 @@ def read_lora(file: Path, *, weights: bool = True) -> LoraFile:
                 parts = {p: _tensor(opened, key, weights or p == ALPHA) for p, key in keys.items()}
                 layers[layer] = _change(file, keys, parts)
                 if ALPHA not in parts and DIFFERENCE not in parts:
-                    a, b = layers[layer]
-                    layers[layer] = LowRank(a, b * _factor(file, settings, layer, len(a)))
+                    (a, b), names = layers[layer], [layer, KEY.fullmatch(keys[A])["layer"]]
+                    layers[layer] = LowRank(a, b * _factor(file, settings, names, len(a)))
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{file}: cannot be read as a .safetensors file: {error}.") from None
     return LoraFile(layers, sorted(left_out))
@@ -184,12 +186,21 @@ def _settings(file: Path, metadata: dict[str, str], keys: list[str]) -> dict[str
     return config
 
 
-def _factor(file: Path, settings: dict[str, Any], layer: str, rank: int) -> float:
-    """Return the factor of a layer's B A by peft's settings."""
+def _factor(file: Path, settings: dict[str, Any], names: list[str], rank: int) -> float:
+    """Return the factor of a layer's B A by peft's settings.
+
+    Args:
+        names: diffusers' name of the layer, and its name in the file, which may be the original Wan's.
+    """
     of_parts, alpha = settings.get("alpha_pattern") or {}, settings.get("lora_alpha")
     try:
         alpha = next(
-            (one for part, one in of_parts.items() if re.fullmatch(rf"(.*\.)?({part})", layer)), alpha
+            (
+                one
+                for part, one in of_parts.items()
+                if any(re.fullmatch(rf"(.*\.)?({part})", name) for name in names)
+            ),
+            alpha,
         )
         factor = 1.0 if alpha is None else alpha / (sqrt(rank) if settings.get("use_rslora") else rank)
         if isfinite(factor):

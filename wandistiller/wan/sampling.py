@@ -15,7 +15,7 @@ from wandistiller.flow import EULER, RENOISE, TRAIN_TIMESTEPS, FewSteps
 from wandistiller.utils.logging import heartbeat
 from wandistiller.wan.components import known_config
 from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.schedulers import scheduler_class, with_shift
+from wandistiller.wan.schedulers import draws_noise, scheduler_class, with_shift
 
 AT_BOUNDARY = 0.003
 """A noise level as near to the boundary belongs to the low-noise expert: rounding moves levels by 0.002."""
@@ -30,6 +30,15 @@ def pipeline_scheduler(folder: WanFolder, shift: float) -> SchedulerMixin:
     """Return the pipeline's own scheduler with another shift."""
     config = pipeline_config(folder, shift)
     return scheduler_class(config["_class_name"]).from_config(config)
+
+
+def noise_problems(folder: WanFolder) -> list[str]:
+    """List the problem of a teacher whose samples cannot be repeated: each step adds noise of its own."""
+    if not draws_noise(pipeline_config(folder, folder.shift)):
+        return []
+    remedy = "Write `stochastic_sampling` false, or an `algorithm_type` without sde, for a teacher."
+    where = f"{folder.name}/scheduler/scheduler_config.json"
+    return [f"{where}: this scheduler adds noise of its own in each step, other noise in each run. {remedy}"]
 
 
 def few_step_config(shift: float, steps: int, sampler: str = EULER) -> dict[str, Any]:

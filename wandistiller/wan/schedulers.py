@@ -4,9 +4,12 @@ import inspect
 from typing import Any
 
 import diffusers
+import torch
 from diffusers import SchedulerMixin
 
 FLOW = "flow_prediction"
+ROUNDING = 1e-5
+"""Of the first noise level, 1, in float32."""
 
 
 def scheduler_class(name: Any) -> type[SchedulerMixin] | None:
@@ -36,6 +39,15 @@ def with_shift(config: dict[str, Any], shift: float) -> dict[str, Any]:
     return config | {shift_key(config): shift}
 
 
+def draws_noise(config: dict[str, Any]) -> bool:
+    """Return whether a flow's scheduler adds noise of torch's own generator in a step."""
+    scheduler, nothing = scheduler_class(config["_class_name"]).from_config(config), torch.zeros([1] * 5)
+    scheduler.set_timesteps(3)
+    first = next(iter(scheduler.timesteps))
+    with torch.random.fork_rng(devices=[]):
+        return bool(scheduler.step(nothing, first, nothing, return_dict=False)[0].any())
+
+
 def flow_problem(config: dict[str, Any]) -> tuple[str, str] | None:
     """Return the key for which a scheduler is none of a flow, and what to write there; None for a flow's."""
     own = own_settings(config)
@@ -46,7 +58,7 @@ def flow_problem(config: dict[str, Any]) -> tuple[str, str] | None:
     scheduler = scheduler_class(config["_class_name"]).from_config(own)
     scheduler.set_timesteps(3)
     first, last = (getattr(scheduler, "sigmas", [0.0, 0.0])[i] for i in (0, -1))
-    if not (0.9 < first <= 1 and 0 <= last < 0.05 and shift_key(config)):
+    if not (0.9 < first < 1 + ROUNDING and 0 <= last < 0.05 and shift_key(config)):
         remedy = (
             "It has not the noise levels of a flow, from 1 to 0, with a shift. Write UniPCMultistepScheduler"
         )

@@ -36,7 +36,12 @@ def test_adapters_of_another_rank_are_refused_with_what_they_would_cost(tmp_path
     with pytest.raises(ConfigError) as raised:
         bases(tmp_path, wan2, {"rank": 8}, {"rank": 4})
     assert raised.value.problems == [
-        f"stage s1: recipe: `lora` has another rank, alpha than the run {tmp_path / 'out' / '1_s0'}, whose "
+        f"stage s1: recipe: `lora` has another rank than the run {tmp_path / 'out' / '1_s0'}, whose "
         "adapters it begins with: they would be merged, and each role need a copy of the whole network. "
-        'Write that run\'s {"rank": 8, "alpha": 8}, or begin anew with its exported file as `lora.start`.'
+        'Write that run\'s {"rank": 8}, or begin anew with its exported file as `lora.start`.'
     ]
+
+
+def test_a_misspelt_key_in_a_later_stage_is_named(tmp_path: Path, wan2: Path) -> None:
+    with pytest.raises(ConfigError, match="stage s1: recipe: `lora.rnk` is 4. Unknown key"):
+        bases(tmp_path, wan2, {"rank": 8}, {"rnk": 4})

@@ -14,6 +14,7 @@ from wandistiller.config.shorthands import merged
 from wandistiller.config.validate import read_job
 from wandistiller.engine.ds_config import load
 from wandistiller.teacher.strategies import strategies
+from wandistiller.utils.errors import ConfigError
 
 PATHS = {"teacher_path": "tiny", "data_path": "tiny", "output_dir": "out"}
 CPU = "ds_configs/teacher/host_cpu.json"
@@ -118,3 +119,12 @@ def test_a_run_keeps_the_precision_that_it_has_begun_with(
     assert run.teacher_dtype == ("float32" if begun_in == "float32" else None)
     anew = merged({}, paths | {"resume": "never"}, None, 1, emulated=emulated)
     assert anew.mixed_precision == ("no" if emulated else None)
+
+
+def test_beside_auto_the_problems_of_a_recipe_s_json_name_its_file(tmp_path: Path) -> None:
+    bad = write_json(tmp_path / "bad.json", {"optimizr": {}})
+    with pytest.raises(ConfigError, match=f"{bad}: `optimizr` is"):
+        run({"deepspeed_config": str(bad)}, tmp_path, deepspeed_config="auto")
+    fixed = write_json(tmp_path / "fixed.json", {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}})
+    with pytest.raises(ConfigError, match=f"`deepspeed_config` names {fixed}, where `optimizer.params.lr`"):
+        run({"deepspeed_config": str(fixed)}, tmp_path, deepspeed_config="auto", lr=3e-4)

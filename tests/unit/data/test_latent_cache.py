@@ -296,3 +296,22 @@ def test_a_medium_that_the_system_refuses_to_read_is_tried_again_as_it_is(
         refused.setattr(Image, "open", refuse)
         assert f"{sample.item.media}: cannot be read: [Errno {number}]" in unusable()[0]
     assert unusable() == []
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", ["a.png", "a.gif", "a.mp4"])
+def test_a_medium_that_is_away_while_it_is_encoded_is_tried_again(
+    tmp_path: Path, wan1: Path, name: str
+) -> None:
+    file, away = tmp_path / name, tmp_path / "away"
+    file.write_bytes(b"no picture")
+    sample = Sample(PromptItem("a", file), SIZE)
+    key = cache_in(tmp_path, wan1).key(sample)
+
+    def unusable() -> str:
+        return cache_in(tmp_path, wan1).fill_media({key: sample})[key]
+
+    file.rename(away)
+    assert "is no regular file" in unusable()
+    away.rename(file)
+    assert "is no regular file" not in unusable()

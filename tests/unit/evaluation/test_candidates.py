@@ -1,19 +1,22 @@
 """The pipelines that the command line names: which LoRA file is added to which of their networks."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from published_wan import hub_cache
 from safetensors.torch import load_file
 from styles import WEIGHTS, style, with_style
 from torch import Tensor
 
-from wandistiller.evaluation.candidates import adapters_of, read_candidate
+from wandistiller.evaluation.candidates import read_candidate
 from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError
 from wandistiller.wan.added_lora import added_changes
 from wandistiller.wan.loaded_components import load_pipeline
+from wandistiller.wan.lora_experts import adapters_of
 from wandistiller.wan.pipeline import WanFolder
 
 LAYER = "blocks.0.attn1.to_q"
@@ -139,4 +142,32 @@ def test_of_a_run_s_folder_only_the_files_that_it_ended_with_are_taken(
         (tmp_path / name).touch()
     (tmp_path / "lora.card").mkdir()
     (tmp_path / "lora.card" / "wandistiller.json").write_text(json.dumps({"experts": experts}))
-    assert [file.name for file in adapters_of(str(tmp_path))] == names
+    assert [file.name for file in adapters_of(tmp_path)] == names
+
+
+def test_a_file_in_a_folder_whose_name_has_an_equals_sign_is_for_the_expert_that_is_said(
+    wan2: Path, tmp_path: Path
+) -> None:
+    file = style(wan2, tmp_path / "lr=1e-4" / "a.safetensors", "to_q")
+    assert read_candidate(str(wan2), [f"low_noise={file}"]).files == [("low_noise", str(file))]
+
+
+def test_beside_a_student_of_one_expert_alone_a_file_of_the_other_is_refused(
+    wan2: Path, tmp_path: Path
+) -> None:
+    made = {"teacher_path": str(wan2), "bases": ["transformer_2"]}
+    own = style(wan2, tmp_path / "own.safetensors", "to_q", metadata={"wandistiller": json.dumps(made)})
+    other = style(wan2, tmp_path / "other.safetensors", "to_q")
+    with pytest.raises(ConfigError, match=f"low-noise expert alone, which .* Leave {other} out"):
+        _ = read_candidate(str(wan2), [str(own), f"high_noise={other}"]).folder
+
+
+def test_a_student_on_the_hub_is_sampled_as_its_run_says(
+    wan1: Path, copy_of: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = copy_of(wan1)
+    (folder / "wandistiller.json").write_text(json.dumps(FEW | {"num_frames": 9}))
+    hub_cache(tmp_path / "hub", "me/student", folder, "main")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    facts = read_candidate("me/student").facts
+    assert (facts.few_steps, facts.num_frames) == (FEW["few_steps"], 9)

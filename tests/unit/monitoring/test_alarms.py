@@ -88,7 +88,7 @@ def test_an_expert_s_steps_are_compared_with_its_own(tmp_path: Path) -> None:
 
 def test_an_expert_whose_loss_blows_up_is_named(tmp_path: Path) -> None:
     assert two_experts(tmp_path, [1.0] * 20 + [4.0] * 10, [30.0] * 30, set(range(1, 61, 2))) == ["blow-up"]
-    assert "The loss of transformer has grown" in (tmp_path / "alarms.jsonl").read_text()
+    assert "The loss of the high-noise expert has grown" in (tmp_path / "alarms.jsonl").read_text()
 
 
 @pytest.mark.parametrize(("last", "kinds"), [(25.0, ["gradient"]), (1e-4, ["no gradient"]), (15.0, [])])
@@ -211,3 +211,10 @@ def test_a_real_run_whose_learning_rate_is_too_high_raises_an_alarm(tmp_path: Pa
     done = wandistiller("train", "--recipe", write_json(tmp_path / "recipe.json", given))
     assert "blow-up" in raised(tmp_path / "run")
     assert re.search(r"ALARM +after step \d+: The loss has grown to .* times the .* of step \d+", done.stderr)
+
+
+def test_each_expert_has_its_own_alarms(tmp_path: Path) -> None:
+    high, low = [1.0] * 20 + [4.0] * 20, [30.0] * 30 + [300.0] * 10
+    assert two_experts(tmp_path, high, low, set(range(1, 81, 2))).count("blow-up") == 2
+    experts = [json.loads(line)["expert"] for line in (tmp_path / "alarms.jsonl").read_text().splitlines()]
+    assert {*experts} == {"transformer", "transformer_2"}

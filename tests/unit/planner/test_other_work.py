@@ -112,6 +112,12 @@ def test_rollouts_that_an_earlier_stage_made_are_not_counted_again(published: Pa
     assert first > 0 and later == pytest.approx([first, first, first, 0])
 
 
+def test_of_more_rollouts_of_each_prompt_those_of_an_earlier_stage_are_there(published: Path) -> None:
+    first, later = stages(published, {"rollouts_per_prompt": 20}, max_steps=1000)
+    found = [seconds(run)["the teacher's rollouts"] for run in (first, later)]
+    assert found[0] > 0 and found[1] == pytest.approx(found[0])
+
+
 def test_the_teacher_s_pictures_of_an_earlier_stage_are_not_counted_again(published: Path) -> None:
     """Of few steps there are two of each prompt."""
     runs = stages(published, {}, FEW, FEW, {"sample_steps": 20})

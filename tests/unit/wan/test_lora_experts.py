@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from wandistiller.experts import Expert
-from wandistiller.wan.lora_experts import expert_of, facts_of, files_of
+from wandistiller.wan.lora_experts import adapters_of, expert_of, facts_of, files_of, unclear_problems
 
 HIGH, LOW = Expert.HIGH_NOISE, Expert.LOW_NOISE
 OF_NO_EXPERT = [
@@ -21,6 +21,7 @@ OF_NO_EXPERT = [
     "high_noise_and_low_noise",
     "pytorch_lora_weights",
 ]
+UNCLEAR = ["high_heels", "low_rise_jeans", "high_school_uniform", "high_fashion_v2", "low_step_4", "high5"]
 
 
 def file_in(folder: Path, name: str, metadata: dict[str, str] | None = None) -> Path:
@@ -90,3 +91,31 @@ def test_the_facts_of_a_run_say_that_its_one_network_is_of_the_low_noise_expert(
 def test_a_file_of_others_and_one_that_is_not_there_have_no_facts(tmp_path: Path) -> None:
     others = file_in(tmp_path, "others", {"wandistiller": "[1, 2"})
     assert [facts_of(file) for file in (others, file_in(tmp_path, "x"), tmp_path / "away")] == [{}, {}, {}]
+
+
+@pytest.mark.parametrize("name", UNCLEAR)
+def test_a_word_that_may_be_an_expert_is_asked_for(name: str, tmp_path: Path) -> None:
+    file = file_in(tmp_path, name)
+    assert expert_of(file) is None
+    (problem,) = unclear_problems("recipe", [file], "{expert}={file}")
+    assert f"Write {name[:4].rstrip('5_')}_noise={file} if it is for that one alone, or beside it" in problem
+
+
+def test_the_other_expert_s_file_beside_it_says_that_such_a_word_is_its_expert(tmp_path: Path) -> None:
+    files = [file_in(tmp_path, f"Wan22-{side}-my_style") for side in ("HIGH", "low")]
+    assert [expert_of(file) for file in files] == [HIGH, LOW]
+
+
+def test_a_run_of_the_high_noise_expert_alone_made_a_lora_of_that(tmp_path: Path) -> None:
+    of_two = {"wandistiller": json.dumps({"bases": ["transformer"], "boundary": 0.875})}
+    of_one = {"wandistiller": json.dumps({"bases": ["transformer"], "boundary": None})}
+    found = [expert_of(file_in(tmp_path / "x", f"x{n}", facts)) for n, facts in enumerate((of_two, of_one))]
+    assert found == [HIGH, None]
+
+
+def test_of_a_run_s_two_files_the_wanted_expert_s_is_meant(tmp_path: Path) -> None:
+    files = [file_in(tmp_path, f"lora_{expert.key}") for expert in Expert]
+    (tmp_path / "lora.card").mkdir()
+    (tmp_path / "lora.card" / "wandistiller.json").write_text("{}")
+    assert files_of(tmp_path) == adapters_of(tmp_path) == files
+    assert [files_of(tmp_path, expert) for expert in Expert] == [[file] for file in files]

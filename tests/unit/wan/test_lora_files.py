@@ -1,5 +1,6 @@
 """LoRA files in the names of diffusers, ComfyUI and kohya's trainers: the same changes of the same layers."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -113,3 +114,18 @@ def test_another_file_is_refused_with_what_is_in_it(
         file.write_bytes(b"no weights")
     with pytest.raises(ConfigError, match=text):
         read_without_weights(file)
+
+
+def test_alpha_of_a_part_may_be_under_the_name_of_the_file_s_own_keys(tmp_path: Path) -> None:
+    a, b = torch.eye(2, 4), torch.eye(4, 2)
+    key = "base_model.model.blocks.0.self_attn.q.lora_{}.weight"
+    save_file({key.format("A"): a, key.format("B"): b}, tmp_path / "adapter_model.safetensors")
+    settings = {"lora_alpha": 2, "r": 2, "alpha_pattern": {"self_attn.q": 16}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    (found,) = read_lora(tmp_path / "adapter_model.safetensors").layers.values()
+    torch.testing.assert_close(found.b @ found.a, 16 / 2 * (b @ a))
+
+
+def test_a_folder_without_a_lora_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a folder without pytorch_lora_weights.safetensors. Name the"):
+        read_lora(tmp_path)

@@ -1,16 +1,20 @@
 """Schedulers of a pipeline: diffusers' own noise levels, and none that is not a flow's."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import pytest
+from recipes import recipe
+from trainers import job_of
 
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json, write_json
 from wandistiller.wan.pipeline import open_wan
-from wandistiller.wan.sampling import path_sigmas
+from wandistiller.wan.sampling import few_step_config, noise_problems, path_sigmas
+from wandistiller.wan.schedulers import flow_problem
 
 EULER, UNIPC = "FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler"
 DPM = "DPMSolverMultistepScheduler"
@@ -79,3 +83,30 @@ def test_a_scheduler_of_another_kind_of_diffusion_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=f"scheduler_config.json: `{key}` is"):
         open_wan(str(with_scheduler(config)))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("sampler", ["euler", "renoise"])
+def test_every_few_step_student_s_scheduler_is_a_flow_s_whatever_its_shift(sampler: str, steps: int) -> None:
+    shifts = [0.5 + n / 20 for n in range(60)]
+    assert [s for s in shifts if flow_problem(few_step_config(s, steps, sampler))] == []
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("config", "draws"),
+    [
+        (few_step_config(3.0, 4), False),
+        (few_step_config(3.0, 4, "renoise"), True),
+        (flow(UNIPC), False),
+        (flow(DPM, algorithm_type="sde-dpmsolver++"), True),
+    ],
+)
+def test_a_scheduler_with_noise_of_its_own_is_none_for_a_teacher(
+    with_scheduler: Callable[..., Path], config: dict[str, Any], draws: bool, tmp_path: Path
+) -> None:
+    wan = with_scheduler(config)
+    assert bool(noise_problems(open_wan(str(wan)))) is draws
+    given = recipe(tmp_path, wan, output_dir=str(tmp_path / "run"))
+    with pytest.raises(ConfigError, match="adds noise of its own in each step") if draws else nullcontext():
+        job_of(given)
