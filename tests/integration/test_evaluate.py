@@ -161,6 +161,11 @@ def test_a_metric_added_to_the_list_is_in_json_and_table(
     assert "| mean brightness " in (tmp_path / "evaluation.md").read_text(encoding="utf-8")
 
 
+def test_a_teacher_may_be_placed_by_a_strategy_s_name(wan1: Path, tmp_path: Path) -> None:
+    flags = ["--teacher_path", wan1, "--teacher_deepspeed_config", "stream", "--quick"]
+    assert comparison(wan1, tmp_path, *flags).placement.name == "streamed"
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_a_placed_teacher_is_the_stock_one_and_its_calls_are_counted_as_those_are(
     wan2: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture

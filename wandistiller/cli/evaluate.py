@@ -7,6 +7,7 @@ import torch
 
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.cli.flags import EvaluateFlags
+from wandistiller.config.aliases import teacher_file
 from wandistiller.config.cross_checks import division_problems
 from wandistiller.config.validate import collecting
 from wandistiller.distributed import collectives, device
@@ -164,7 +165,7 @@ def _given(*values: Any) -> Any:
 def _placement(file: str | None, teacher: WanFolder, world: int) -> Placement | None:
     if not file:
         return None
-    placement = read_placement(load(file), world)
+    placement = read_placement(load(teacher_file(file)), world)
     problems = config_problems(placement.engine) + missing_problems(placement.engine, placement.weights)
     if placement.name == AUTO:
         remedy = "Only training chooses; name the file that it chose."

@@ -106,9 +106,11 @@ class RunConfig:
         f"{', '.join(names_in('wandistiller.objectives'))}; settings and sums under this recipe key",
     )
     guidance_scale: Scale | None = learning(
-        None, "guidance, high-noise expert; default 4 (one expert: 5, `tiny`: 2)"
+        None, "guidance, high-noise expert; default 4 (Wan2.2 I2V A14B: 3.5; one expert: 5; `tiny`: 2)"
     )
-    guidance_scale_2: Scale | None = learning(None, "guidance, low-noise expert; default 3 (`tiny`: 2)")
+    guidance_scale_2: Scale | None = learning(
+        None, "guidance, low-noise expert; default 3 (Wan2.2 I2V A14B: 3.5; `tiny`: 2)"
+    )
     negative_prompt: str = learning(WAN_NEGATIVE_PROMPT, "the unconditional branch's prompt; default Wan's")
     shift: Annotated[float, Gt(0), Le(1000)] | None = learning(
         None, "timestep shift; default the teacher's scheduler's"
@@ -134,8 +136,8 @@ class RunConfig:
     max_steps: TrainingSteps | None = learning(None, "optimizer steps in the whole run; default 1000")
     num_epochs: Amount | None = learning(None, "passes over the data, instead of --max_steps")
     expert_blocks: Amount = learning(1, "parts of a global batch that each draw an expert")
-    height: Count | None = size(None, "pixels; default 480 (`tiny`: 64)")
-    width: Count | None = size(None, "pixels; default 832 (`tiny`: 64)")
+    height: Count | None = size(None, "pixels; default 480 (`tiny`: 64, its videos: 48)")
+    width: Count | None = size(None, "pixels; default 832 (`tiny`: 64, its videos: 48)")
     num_frames: Count = size(1, "4k+1; 1 is an image")
     buckets: Buckets = size(
         False,

@@ -116,7 +116,7 @@ def test_what_is_auto_is_chosen_as_train_does_and_planned(output: Callable[..., 
 def test_the_weights_of_what_fits_are_named_where_its_own_do_not(output: Callable[..., str]) -> None:
     lora = ("--lora", '{"rank": 16}', "--teacher_deepspeed_config", "stream8")
     text = output("--gpus 1 --gpu_memory 16 --host_memory 18 --disk 1000", *lora)
-    which = "none fits with the teacher's weights in int8; in bfloat16 fit, the simplest first:"
+    which = "none fits with the teacher's weights in int8. In bfloat16 these fit, the simplest first:"
     assert f"\n{which}\n" in text and ", teacher files, " in text.partition(which)[2]
 
 
