@@ -73,11 +73,7 @@ def read_job(
     problems: list[str] = []
     given, ranks, folder = run, replicas(run, world), None
     with collecting(problems):
-        folder = open_wan(run.teacher_path, revision=run.teacher_revision)
-        if run.teacher_lora:
-            added = read_added("recipe", "teacher_lora", run.teacher_lora)
-            folder = with_loras(folder, with_experts("recipe", added, folder.configs, OF_AN_EXPERT))
-        problems += noise_problems(folder)
+        folder = _read_folder(run)
     with collecting(problems):
         folder, items = _read_data(run, folder)
     with collecting(problems):
@@ -111,6 +107,17 @@ def read_job(
         raise ConfigError(*problems)
     job = dataclasses.replace(job, resume_from=resume.find(job.output, run.resume))
     return resumed(job) if job.resume_from else job
+
+
+def _read_folder(run: RunConfig) -> WanFolder:
+    """Read the teacher's configs, with the LoRA files that are added to it; raises ConfigError."""
+    folder = open_wan(run.teacher_path, revision=run.teacher_revision)
+    if problems := noise_problems(folder):
+        raise ConfigError(*problems)
+    if not run.teacher_lora:
+        return folder
+    added = read_added("recipe", "teacher_lora", run.teacher_lora)
+    return with_loras(folder, with_experts("recipe", added, folder.configs, OF_AN_EXPERT))
 
 
 def _read_data(run: RunConfig, folder: WanFolder | None) -> tuple[WanFolder | None, PromptDataset]:

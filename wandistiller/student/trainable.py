@@ -51,10 +51,12 @@ def _untrained_problems(run: Any, config: TransformerConfig, *, projects: bool) 
     """List the parts in `learning_rates` that the student has, but without a weight that is trained."""
     names, why = list(transformer.numels(config)), ""
     if run.learning_rates and run.lora is not None:
+        targets = Lora(**run.lora).targets
         layers = linear_layers(transformer.meta_transformer(config))
-        layers = [layer for layer in layers if any_names(Lora(**run.lora).targets, layer)]
+        layers = [layer for layer in layers if any_names(targets, layer)]
         names = [f"{layer}.lora_{one}.default.weight" for layer in layers for one in "AB"]  # peft 0.21
-        why = "`lora` trains adapters alone: write a layer that has some, such as `to_q`, or leave it out."
+        remedy = f"write a layer that has some, such as `{targets[0]}`, or leave it out."
+        why = f"`lora` trains adapters alone: {remedy}"
     names += [PROJECTIONS] * projects
     none = "There are none: `feature` has them for a student of another width than its teacher. Leave it out."
     return [
