@@ -1,20 +1,28 @@
 """Adapters over the stages of a recipe: trained further where both have the same settings."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from recipes import recipe
+from styles import style
 
+from wandistiller.config.job import Job
 from wandistiller.config.stages import read_jobs, runs_of
+from wandistiller.student.shared_base import other_adapters
 from wandistiller.utils.errors import ConfigError
+
+
+def jobs(folder: Path, wan: Path, *settings: dict[str, Any]) -> list[Job]:
+    given = recipe(folder, wan, output_dir=str(folder / "out"), student_config={"experts": "two"})
+    given["stages"] = [{"name": f"s{number}", "lora": lora} for number, lora in enumerate(settings)]
+    return read_jobs(runs_of(given, {}, "r.json", 1), 1, here=False)
 
 
 def bases(folder: Path, wan: Path, *settings: dict[str, Any]) -> list[int]:
     """The number of networks in each stage that are the teacher's but for their adapters."""
-    given = recipe(folder, wan, output_dir=str(folder / "out"), student_config={"experts": "two"})
-    given["stages"] = [{"name": f"s{number}", "lora": lora} for number, lora in enumerate(settings)]
-    return [len(job.bases) for job in read_jobs(runs_of(given, {}, "r.json", 1), 1, here=False)]
+    return [len(job.bases) for job in jobs(folder, wan, *settings)]
 
 
 @pytest.mark.parametrize(
@@ -45,3 +53,18 @@ def test_adapters_of_another_rank_are_refused_with_what_they_would_cost(tmp_path
 def test_a_misspelt_key_in_a_later_stage_is_named(tmp_path: Path, wan2: Path) -> None:
     with pytest.raises(ConfigError, match="stage s1: recipe: `lora.rnk` is 4. Unknown key"):
         bases(tmp_path, wan2, {"rank": 8}, {"rnk": 4})
+
+
+def test_adapters_go_on_under_another_name_of_the_same_teacher(tmp_path: Path, wan2: Path) -> None:
+    _, later = jobs(tmp_path, wan2, {"rank": 8}, {"rank": 8})
+    elsewhere = replace(later.start, facts=replace(later.start.facts, teacher_path="org/wan"))
+    assert len(replace(later, start=elsewhere).bases) == 2
+    assert replace(later, start=replace(elsewhere, teacher="another's")).bases == {}
+
+
+def test_what_adapters_begin_with_is_said_once(tmp_path: Path, wan2: Path) -> None:
+    file = str(style(wan2, tmp_path / "style.safetensors", "to_q"))
+    _, later = jobs(tmp_path, wan2, {"rank": 8, "start": file}, {"rank": 8, "start": file})
+    assert other_adapters(later) == []  # they begin with the stage before, and that with the file
+    (problem,) = other_adapters(replace(later, previous=None))
+    assert problem.startswith(f"recipe: `lora.start` is {file}, but the student begins with the adapters of")
