@@ -101,4 +101,4 @@ def image_run(form: str, folder: Path) -> tuple[Path, dict[str, Any]]:
     data = with_last_images(data) if IMAGE_FORMS[form]["image"] == "both ends" else data
     given = {"data_path": str(data), "sample_prompts": ["left"], "rollout_steps": 2}
     given |= {"height": 32, "width": 64, "num_frames": 5, "teacher_deepspeed_config": STREAMED}
-    return wan, given | {"objective": ["velocity", DMD2 | {"gan": 0.03}]}
+    return wan, given | {"objective": [{"name": "consistency"}, DMD2 | {"gan": 0.03, "sampler": "renoise"}]}

@@ -105,7 +105,8 @@ def test_losses_do_not_depend_on_the_teacher_s_placement(
 def test_a_teacher_of_all_micro_steps_at_once_has_the_losses_of_replicas_bitwise(
     folder: Path, wan2: Path
 ) -> None:
-    joint = [{"name": "dmd2", "steps": 4, "critic_updates": 1}, {"name": "consistency", "edges": 4}]
+    dmd2 = {"name": "dmd2", "steps": 4, "sampler": "renoise", "critic_updates": 1}
+    joint = [dmd2, {"name": "consistency"}]
     replicas, swept = (
         trained(folder, wan2, f"joint_{n}", 2, objective=joint, teacher_deepspeed_config=PLACEMENTS[n])
         for n in ("replicated", "streamed")
@@ -120,6 +121,22 @@ def test_a_resumed_run_has_the_losses_of_student_and_critic_bit_for_bit(
     middle = str(whole / "checkpoints" / "step_00000002")
     resumed = trained(folder, wan2, "resumed", 1, resume=middle)
     assert losses(resumed) == losses(whole)[2:] and of_critic(resumed) == of_critic(whole)[2:]
+
+
+@pytest.mark.slow
+def test_a_critic_with_fewer_updates_goes_on_where_the_run_is_in_its_schedule(
+    folder: Path, wan2: Path
+) -> None:
+    warmup = {"warmup_min_lr": 0.0, "warmup_max_lr": 2e-3, "warmup_num_steps": 0, "total_num_steps": STEPS}
+    engine = student_engine(2) | {"scheduler": {"type": "WarmupDecayLR", "params": warmup}}
+    more = {"deepspeed_config": engine, "allow_changed": ["objective"]}
+    before = trained(folder, wan2, "updates_2", 1, **more)
+    one = more | {"objective": DMD2 | {"critic_updates": 1}}
+    whole = trained(folder, wan2, "updates_1", 1, **one)
+    middle = str(before / "checkpoints" / "step_00000002")
+    resumed = trained(folder, wan2, "updates_2_1", 1, resume=middle, **one)
+    rates = [[line["critic"]["lr"] for line in metrics(output)] for output in (whole, resumed)]
+    assert rates[1] == pytest.approx(rates[0][2:]) and rates[0][2] > rates[0][3] > 0
 
 
 def test_it_needs_prompts_alone_and_makes_no_rollouts(folder: Path, wan2: Path) -> None:

@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 DMD2 = {"name": "dmd2", "steps": 2, "critic_updates": 1}
 OBJECTIVES = {
     "velocity": "velocity",
-    "consistency": {"name": "consistency", "intervals": 8},
+    "consistency": {"name": "consistency", "intervals": 8, "steps": 2},
     "dmd2 with heads": DMD2 | {"gan": 0.03},
 }
 

@@ -36,7 +36,7 @@ OBJECTIVES = {
     "dmd2": DMD2,
     "heads": DMD2 | {"gan": 0.03},
     "head start": DMD2 | {"critic_warmup": 4},
-    "sum": [DMD2, CONSISTENCY],
+    "sum": [DMD2 | {"sampler": "renoise"}, {"name": "consistency"}],
     "feature": ["velocity", {"name": "feature", "blocks": [1, 3]}],
 }
 COPIES = {"wandistiller": {"placement": "owner"}}

@@ -1,8 +1,9 @@
 """Read checkpoints: weights, moments and averages by parameter, into any layout."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from wandistiller.batch import STUDENT
 from wandistiller.checkpoint.safetensors_stream import ShardedTensors
 from wandistiller.engine.optimizer_state import WEIGHTS, Fragment, MasterWeights, write_engine
 from wandistiller.experts import Expert
+from wandistiller.objectives.base import Role
 from wandistiller.student.ema import Ema
 from wandistiller.student.learner import Learner
 from wandistiller.utils.errors import ConfigError
@@ -28,21 +30,30 @@ AVERAGE = "average"
 """Kind of tensors: the moving average of the weights."""
 
 
-def load(learners: dict[str, Learner], folder: Path, changed: set[str] = frozenset()) -> int:
+def load(
+    learners: dict[str, Learner],
+    folder: Path,
+    changed: set[str] = frozenset(),
+    roles: Mapping[str, Role] = MappingProxyType({}),
+) -> int:
     """Load a checkpoint, whatever ranks, stage and offload wrote it; return its finished steps. Collective.
 
     Each rank reads only the pieces that it owns.
 
     Args:
         changed: keys of the run's identity that may differ from the checkpoint's.
+        roles: settings of the networks beside the student, whose updates may be more or fewer than before.
     """
+    step = read_state(folder)["step"]
     for role, learner in learners.items():
         # the objective has a critic's learning rate
         renewed = role != STUDENT and "objective" in changed
         own = changed | {"optimizer"} if renewed else changed
         for expert, trained in learner.trained.items():
-            _load_network(trained, learner.averages.get(expert), folder / network_name(role, expert), own)
-    return read_state(folder)["step"]
+            place = roles[role].updates_before(step) if renewed and role in roles and step else None
+            network = folder / network_name(role, expert)
+            _load_network(trained, learner.averages.get(expert), network, own, place)
+    return step
 
 
 def network_name(role: str, expert: Expert) -> str:
@@ -50,7 +61,10 @@ def network_name(role: str, expert: Expert) -> str:
     return expert.value if role == STUDENT else f"{role}/{expert.value}"
 
 
-def _load_network(trained: MasterWeights, average: Ema | None, folder: Path, changed: set[str]) -> None:
+def _load_network(
+    trained: MasterWeights, average: Ema | None, folder: Path, changed: set[str], place: int | None
+) -> None:
+    """Fill one network, and go on in its schedule after `place` updates; None: those of the checkpoint."""
     saved = json.loads((folder / ENGINE).read_text())
     pieces = ShardedTensors(rank_files(folder))
     optimizer = type(trained.optimizer(trained.flats[0])).__name__
@@ -67,7 +81,7 @@ def _load_network(trained: MasterWeights, average: Ema | None, folder: Path, cha
                 kind = AVERAGE if AVERAGE in pieces.kinds() else WEIGHTS
                 _fill(average.of(flat), flat.parts, pieces, kind)
     trained.publish()
-    write_engine(trained, saved, changed)
+    write_engine(trained, saved, changed, place)
 
 
 def _fill(flat: Tensor, parts: list[Fragment], pieces: ShardedTensors, kind: str) -> None:

@@ -15,6 +15,7 @@ from wandistiller.distributed import device
 from wandistiller.engine.activation_checkpointing import SECTION, CheckpointPolicy
 from wandistiller.engine.ds_schema import BLOCK, MUON_RATES, PEAKS
 from wandistiller.engine.nvme import lock_problems, locked_bytes
+from wandistiller.experts import Expert
 from wandistiller.flow import RENOISE, FlowSchedule
 from wandistiller.student.full_start import full_start_problems
 from wandistiller.student.lora import lora_value_problems
@@ -89,10 +90,11 @@ def _level_problems(job: Job) -> list[str]:
 
 
 def _handover_problems(job: Job) -> list[str]:
-    """Consistency leads a high-noise expert to the hand-over, where the sampler must come by too."""
+    """A high-noise expert that is led to the hand-over needs a sampler that comes by there too."""
     objective, boundary, shift = job.objective, job.folder.boundary, job.run.shift
     number = objective.sampling_steps
-    if not any(term.ends_segments for term in objective.terms):
+    is_led = any(term.ends_segments for term in objective.terms)
+    if not (is_led or objective.trained_expert is Expert.HIGH_NOISE):
         return []
     if objective.few_step_sampler == RENOISE:
         return [
@@ -106,8 +108,8 @@ def _handover_problems(job: Job) -> list[str]:
     fitting = [boundary * k / ((number - k) * (1 - boundary)) for k in range(1, number)]
     listed = ", ".join(f"{one:.3g}" for one in fitting)
     return [
-        f"`objective` has consistency with {number} noise levels, and none at shift {shift} is the "
-        f"hand-over {boundary} of a student of two experts, to which its high-noise expert leads. "
+        f"`objective` has {number} noise levels, and none at shift {shift} is the hand-over {boundary} of a "
+        "student of two experts, to which its high-noise expert leads. "
         + (f"Write one of the shifts {listed}." if fitting else "Write more steps.")
     ]
 

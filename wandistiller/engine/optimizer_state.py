@@ -197,11 +197,14 @@ def read_engine(trained: MasterWeights) -> dict[str, Any]:
     }
 
 
-def write_engine(trained: MasterWeights, saved: dict[str, Any], changed: set[str]) -> None:
+def write_engine(
+    trained: MasterWeights, saved: dict[str, Any], changed: set[str], place: int | None = None
+) -> None:
     """Restore the state of an engine that `read_engine` returned.
 
     Args:
         changed: keys of the run's identity that are not as they were; what they decide is the new run's.
+        place: updates after which a schedule goes on that is new; None: as many as before.
     """
     engine = trained.engine
     for key in COUNTERS:
@@ -221,7 +224,7 @@ def write_engine(trained: MasterWeights, saved: dict[str, Any], changed: set[str
             scheduler.load_state_dict(saved["scheduler"])
     elif scheduler is not None and saved["scheduler"]:
         # the new schedule, at the place of the old one
-        scheduler.step(saved["scheduler"]["last_batch_iteration"])
+        scheduler.step(saved["scheduler"]["last_batch_iteration"] if place is None else place - 1)
 
 
 def _scaler(engine: Any) -> Any:

@@ -20,6 +20,8 @@ T = TypeVar("T")
 Ask = Callable[[State], Tensor]
 """A network's velocity v_BCFHW of a batch, float32; without gradient where that is off."""
 
+ALONG, TO_DATA = "along the teacher's path", "to data in one step"
+"""Where a velocity leads."""
 TEACHER = "teacher"
 """Name of the teacher among the networks that are called at samples."""
 Judged = Mapping[str, Tensor]
@@ -54,6 +56,10 @@ class Role(NamedTuple):
     has_heads: bool = False
     """Its blocks have heads, whose outputs are its prediction's features."""
 
+    def updates_before(self, step: int) -> int:
+        """Return how many updates the network has had before a step, counted from 0."""
+        return self.warmup + step * self.updates
+
     def origin(self, student: T, teacher: T) -> T:
         """Return that of the two which the network starts from."""
         return teacher if self.start == "teacher" else student
@@ -77,7 +83,7 @@ class Limit(NamedTuple):
 
 SATURATION = (
     "The samples' latents spread {value:.2f} times as far as those {of}: colours saturate. Lower "
-    "`guidance_scale` by 1 or the student's `lr`, or add `consistency` to the objective."
+    "`guidance_scale` by 1 or the student's `lr`, or give dmd2 `sampler` renoise and add `consistency`."
 )
 """Text of an alarm about the deviation of samples, beside `of`."""
 
@@ -141,6 +147,14 @@ class Term(ABC):
     def few_step_sampler(self) -> str:
         """Sampler of those steps."""
         return EULER
+
+    @property
+    def leads(self) -> str | None:
+        """Where the student's velocity leads that this loss asks for, in words; None: any may be added to it.
+
+        Losses that lead elsewhere would be averaged by the network, and none of them be met.
+        """
+        return None
 
     @property
     def ends_segments(self) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from wandistiller.batch import Batch, Prediction
 from wandistiller.flow import EULER, RENOISE, FlowSchedule
-from wandistiller.objectives.base import Networks, Term, mean_square
+from wandistiller.objectives.base import TO_DATA, Networks, Term, mean_square
 from wandistiller.utils.validation import write
 
 CONTINUOUS = 100
@@ -48,8 +48,8 @@ class Consistency(Term):
     edges: Annotated[int, Ge(1), Le(1000)] | None = None
     """Sampling steps to train for, whose noise levels end the segments; None: all lead to data."""
     steps: Annotated[int, Ge(1), Le(1000)] | None = None
-    """Sampling steps that noise the data again where all segments lead to it; None with `edges`, or to
-    sample in as many as the teacher."""
+    """Sampling steps that noise the data again where all segments lead to it; None with `edges`, or where
+    another term has them."""
 
     def student_calls(self, schedule: FlowSchedule) -> float:
         return 1
@@ -61,6 +61,10 @@ class Consistency(Term):
     @property
     def few_step_sampler(self) -> str:
         return RENOISE if self.steps else EULER
+
+    @property
+    def leads(self) -> str:
+        return f"to the next of {self.edges} noise levels" if (self.edges or 1) > 1 else TO_DATA
 
     @property
     def ends_segments(self) -> bool:

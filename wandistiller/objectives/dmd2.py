@@ -16,6 +16,7 @@ from wandistiller.flow import EULER, RENOISE, FewSteps, FlowSchedule, clean, pat
 from wandistiller.objectives.base import (
     SATURATION,
     TEACHER,
+    TO_DATA,
     Ask,
     Judged,
     Limit,
@@ -274,6 +275,10 @@ class Dmd2(TermOnSamples, TermWithRoles):
         return self.sampler
 
     @property
+    def leads(self) -> str:
+        return TO_DATA if self.sampler == RENOISE or self.steps == 1 else "to samples, by Euler's method"
+
+    @property
     def roles(self) -> tuple[Role, ...]:
         losses = {CRITIC: 1.0} | ({HEADS: HEADS_WEIGHT} if self.gan else {})
         settings = self.critic_start, self.critic_lr, self.critic_follows, self.critic_warmup
@@ -294,9 +299,8 @@ class Dmd2(TermOnSamples, TermWithRoles):
         problems = []
         if self.expert and self.sampler != EULER:
             remedy = 'Two experts sample along the path: write "sampler" "euler", or leave it out.'
-            problems.append(
-                f'recipe: `{where}.sampler` is "{self.sampler}" and `{where}.expert` given. {remedy}'
-            )
+            given = f'`{where}.sampler` is "{self.sampler}" and `{where}.expert` given'
+            problems.append(f"recipe: {given}. {remedy}")
         for key in ("expert", "critic_follows"):
             if self.gan and getattr(self, key):
                 problems.append(f"recipe: `{where}.gan` does not go with `{where}.{key}`. Keep one of them.")
@@ -305,22 +309,17 @@ class Dmd2(TermOnSamples, TermWithRoles):
     def combined_problems(self, job: Any) -> list[str]:
         problems, networks, one = [], job.student.experts, self.trained_expert
         if networks == "two" and not one:
-            problems.append(
-                '`experts` is "two", and dmd2 trains one network in a run. Write "one", or give dmd2 the key '
-                '`expert`: "high_noise" in one stage and "low_noise" in the next.'
-            )
+            remedy = 'give dmd2 the key `expert`: "high_noise" in one stage and "low_noise" in the next.'
+            text = '`experts` is "two", and dmd2 trains one network in a run'
+            problems.append(f'{text}. Write "one", or {remedy}')
         if one and networks == "two" and job.needs_measuring:
-            problems.append(
-                "dmd2 has `expert`, which loads one expert of the teacher, but making this student measures "
-                "both. Train it in a stage before, or name its folder as `init`."
-            )
+            text = "dmd2 has `expert`, which loads one of the teacher's, but this student is made by both"
+            problems.append(f"{text}. Train it in a stage before, or name its folder as `init`.")
         if networks == "one" and one:
             problems.append("dmd2 has `expert`, but the student is one network. Leave `expert` out.")
-        if job.run.buckets and job.objective.needs_latents:
-            problems.append(
-                "`buckets` makes samples of several sizes, and dmd2 draws its own at one size. Leave "
-                "`buckets` out, or the other terms of `objective`."
-            )
+        if job.run.buckets:
+            text = "`buckets` makes samples of several sizes, and dmd2 draws its own at one size"
+            problems.append(f"{text}. Leave `buckets` out.")
         if self.critic_follows and self.critic_start == "teacher" and not job.bases:
             problems.append(
                 f"`critic_follows` is {self.critic_follows}: it mixes weights of critic and student, which "
@@ -329,11 +328,9 @@ class Dmd2(TermOnSamples, TermWithRoles):
             )
         trains_a_part = job.run.frozen or job.run.lora and not job.bases
         if self.critic_start == "teacher" and trains_a_part:
-            problems.append(
-                '`critic_start` is "teacher", whose critic is trained as a whole, but `frozen`, or `lora` on '
-                "a student that is not the teacher, trains a part of the student. Write `critic_start` "
-                '"student".'
-            )
+            parts = "`frozen`, or `lora` on a student that is not the teacher, trains a part of the student"
+            whole = '`critic_start` is "teacher", whose critic is trained as a whole'
+            problems.append(f'{whole}, but {parts}. Write `critic_start` "student".')
         return problems
 
     def draw(self, role: str, source: MicroBatches, update: int, micro: int) -> dict[str, State]:

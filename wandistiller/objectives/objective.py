@@ -182,6 +182,13 @@ class Objective:
         """Return the weighted sum: loss_B of loss_TB, or a number of one for each loss of the role."""
         return sum(w * loss for w, loss in zip(self.weights(role).values(), losses, strict=True))
 
+    def total_at_first(self, losses: Tensor, role: str = STUDENT) -> Tensor:
+        """Return the part of `total` at states of the first kind, to whose sigma it belongs."""
+        if role != STUDENT:
+            return self.total(losses, role)
+        at_first = [term.weight * (term.states == self.kinds[0]) for term in self.terms]
+        return sum(w * loss for w, loss in zip(at_first, losses, strict=True))
+
     @property
     def others(self) -> dict[str, Role]:
         """Networks that are trained beside the student, by role."""

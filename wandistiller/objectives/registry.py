@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from wandistiller.objectives.base import Term
+from wandistiller.objectives.base import TO_DATA, Term
 from wandistiller.objectives.objective import Objective
 from wandistiller.utils.errors import ConfigError, nearest, problem
 from wandistiller.utils.registry import classes_in
@@ -37,11 +37,17 @@ def read_objective(given: str | dict[str, Any] | list[str | dict[str, Any]]) -> 
     if len(terms) > 1 and (one := next((term for term in terms if term.trained_expert), None)):
         remedy = "Write it alone, or without `expert`."
         problems.append(f"recipe: `objective` sums {one.name} of one `expert` with other terms. {remedy}")
-    samplers = {term.name: term.few_step_sampler for term in terms if term.sampling_steps}
-    if len(set(samplers.values())) > 1:
-        listed = " and ".join(f"{name} for {sampler}" for name, sampler in samplers.items())
-        remedy = "Take `edges` of consistency with euler, and with renoise neither `edges` nor `steps`."
-        problems.append(f"recipe: `objective` trains {listed}. {remedy}")
+    leads = {term.name: words for term in terms if (words := term.leads)}
+    if len(set(leads.values())) > 1:
+        listed = ", and ".join(f"{name}, which leads {words}" for name, words in leads.items())
+        remedy = (
+            "The student would learn a mean of both. Write them as `stages`; dmd2 and consistency go "
+            'together with "sampler" "renoise" of dmd2, and neither `edges` nor `steps` of consistency.'
+        )
+        problems.append(f"recipe: `objective` sums {listed}. {remedy}")
+    elif TO_DATA in leads.values() and not steps:
+        text = f"leads {TO_DATA}, and in how many steps the student then samples is not said"
+        problems.append(f"recipe: `objective` {text}. Write `edges` or `steps` of consistency, such as 4.")
     if len(set(steps.values())) > 1:
         listed = " and ".join(f"{name} for {n}" for name, n in steps.items())
         problems.append(f"recipe: `objective` trains {listed} sampling steps. Write one number in both.")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from wandistiller.batch import PATH, Batch, Prediction, State
 from wandistiller.data.micro_batches import MicroBatches
-from wandistiller.objectives.base import Term, mean_square
+from wandistiller.objectives.base import ALONG, Term, mean_square
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,6 +19,10 @@ class TrajectoryRegression(Term):
     """
 
     states: ClassVar[str] = PATH
+
+    @property
+    def leads(self) -> str:
+        return ALONG
 
     @property
     def needs_teacher(self) -> bool:

@@ -6,7 +6,7 @@ from typing import Literal
 from torch import Tensor
 
 from wandistiller.batch import Batch, Prediction
-from wandistiller.objectives.base import SIGMA_WEIGHTS, Term, mean_square
+from wandistiller.objectives.base import ALONG, SIGMA_WEIGHTS, Term, mean_square
 from wandistiller.utils.validation import Share
 
 
@@ -23,6 +23,10 @@ class VelocityMatching(Term):
     """Weight in [0, 1] of the data's own velocity; only useful with real media, not with teacher rollouts."""
     sigma_weight: Literal[tuple(SIGMA_WEIGHTS)] = "uniform"
     """w: a name in SIGMA_WEIGHTS."""
+
+    @property
+    def leads(self) -> str:
+        return ALONG
 
     @property
     def needs_teacher(self) -> bool:

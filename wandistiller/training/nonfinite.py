@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from wandistiller.batch import STUDENT
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import AUTO, DEFAULT_ENGINE
 from wandistiller.data.micro_batches import MicroBatches
@@ -62,9 +63,12 @@ class NonFiniteStep(NamedTuple):
     """Folder of the checkpoint of the state before the step, which is also that after it."""
     samples: list[SampleReport]
     """All samples of the step, on all ranks."""
+    update: str = ""
+    """Of another network than the student its role and, over the run, its number: critic_12."""
 
     def file(self, output: Path) -> Path:
-        return output / FOLDER / f"step_{self.step:08d}.json"
+        name = "_".join(filter(None, (f"step_{self.step:08d}", self.update)))
+        return output / FOLDER / f"{name}.json"
 
     def messages(self, output: Path) -> list[str]:
         """Describe the step, and each of the first MOST_NAMED samples."""
@@ -126,7 +130,9 @@ class NonFiniteHandler:
         samples = sorted(report for theirs in collectives.gather_objects(own) for report in theirs)
         stops = self.skipped >= most_skipped(run.on_nonfinite)
         begun = number > self._job.objective.first_update(step)
-        dropped = NonFiniteStep(step + 1, str(self._save(step, begun=begun, wait=stops).resolve()), samples)
+        kept = self._save(step, begun=begun, wait=stops).resolve()
+        of_another = "" if update.role == STUDENT else f"{update.role}_{number}"
+        dropped = NonFiniteStep(step + 1, str(kept), samples, of_another)
         if collectives.rank() == 0:
             samples = [report._asdict() for report in dropped.samples]
             write_json(dropped.file(output), dropped._asdict() | {"samples": samples})

@@ -71,7 +71,7 @@ class StepResult:
     """Learning rate of the first parameter group."""
     expert: Expert
     loss_by_sigma: dict[str, float]
-    """Mean loss in each of BANDS that was drawn from, by its ends."""
+    """Mean loss at noised states, or of another first kind, in each of BANDS that was drawn from."""
     losses: dict[str, float] = field(default_factory=dict, metadata=OPTIONAL)
     """Mean of each term, unweighted, where there are several."""
     loss_scale: float | None = field(default=None, metadata=OPTIONAL)
@@ -114,6 +114,7 @@ def reduce_over_ranks(
     micro_steps: list[MicroStepResult],
     names: Sequence[str],
     total: Callable[[Tensor | list[float]], Tensor | float],
+    total_at_first: Callable[[Tensor], Tensor],
     over: Over = NOT_YET,
 ) -> StepResult:
     """Average over the global batch, in sample order whatever the number of ranks. Collective.
@@ -122,6 +123,7 @@ def reduce_over_ranks(
 
     Args:
         names: of the rows of loss_TB.
+        total, total_at_first: their weighted sum, of all terms and of those at the states of sigma_B.
         over: what is due by this rank's clock.
 
     Raises:
@@ -133,7 +135,7 @@ def reduce_over_ranks(
     return StepResult(
         loss=total(means[:terms]),
         losses=dict(zip(names, means[:terms], strict=True)) if terms > 1 else {},
-        loss_by_sigma=by_sigma(total(value_KN[:terms]), sigma_N),
+        loss_by_sigma=by_sigma(total_at_first(value_KN[:terms]), sigma_N),
         watched=dict(zip(watched, means[terms:], strict=True)),
         expert=expert,
         ranks=ranks,

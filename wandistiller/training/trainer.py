@@ -172,7 +172,7 @@ class Trainer:
         set_activity(f"finishing step {step + 1}")
         over = Over(self.saves.over(), self.draws.over())
         learner = update.learner
-        result = reduce_over_ranks(micro_steps, update.names, update.total, over)
+        result = reduce_over_ranks(micro_steps, update.names, update.total, update.total_at_first, over)
         if not math.isfinite(result.loss) or learner.lost_update(result.expert):
             self.nonfinite.handle(step, update, number, micro_steps)
         learner.advance_schedules(result.expert)  # they follow the run, not the expert's own updates
@@ -225,7 +225,9 @@ class Trainer:
         if not folder:
             return 0
         set_activity(f"loading {folder}")
-        start = load(self.learners, folder, changed_keys(folder, self._recorded, allowed))
+        start = load(
+            self.learners, folder, changed_keys(folder, self._recorded, allowed), self.job.objective.others
+        )
         state = read_state(folder)
         self.nonfinite.skipped, self._warmed_up = state.get("skipped_steps", 0), state.get("head_start", 0)
         collectives.log0("resumed   %s: %d of %d steps are done", folder, start, self.job.run.max_steps)

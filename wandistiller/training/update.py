@@ -62,6 +62,10 @@ class Update:
         """Return the loss of the network: the weighted sum over the rows of loss_TB."""
         return self.objective.total(losses, self.role)
 
+    def total_at_first(self, losses: Tensor) -> Tensor:
+        """Return the part of `total` that belongs to the results' sigma."""
+        return self.objective.total_at_first(losses, self.role)
+
     def read(self, update: int, micro: int) -> dict[str, State]:
         """Return this rank's samples of a micro-step by kind of states."""
         return self.objective.draw(self.role, self._batches, update, micro)

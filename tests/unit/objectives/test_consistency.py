@@ -19,7 +19,8 @@ from wandistiller.experts import Expert
 from wandistiller.flow import FlowSchedule
 from wandistiller.objectives.base import Networks
 from wandistiller.objectives.consistency import Consistency
-from wandistiller.objectives.registry import read_objective
+from wandistiller.objectives.objective import Objective
+from wandistiller.objectives.velocity import VelocityMatching
 from wandistiller.student.learner import Learner
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import transformer
@@ -139,7 +140,7 @@ def test_continuous_divides_the_gradient_by_its_size() -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_gradients_are_those_of_plain_autograd_in_every_stage(wan1: Path, stage: int) -> None:
     teacher, model = teacher_of(wan1), small_transformer(5, 2)
-    objective = read_objective(["velocity", {"name": "consistency", "intervals": 5, "edges": 2}])
+    objective = Objective((VelocityMatching(), Consistency(intervals=5, edges=2)))
     batch = batch_for(model)
 
     def plain(given: Batch) -> Tensor:

@@ -26,17 +26,17 @@ def result(one_rank: torch.device) -> StepResult:
         pass
     objective = read_objective(["velocity", {"name": "trajectory", "weight": 0.5}])
     first, second = ([[1.0, 2.0], [4.0, 4.0]], [0.1, 0.3]), ([[3.0, 6.0], [8.0, 8.0]], [0.1, 1.0])
-    return reduce_over_ranks(
-        [micro_step(*first), micro_step(*second)], [term.name for term in objective.terms], objective.total
-    )
+    names, totals = [term.name for term in objective.terms], (objective.total, objective.total_at_first)
+    return reduce_over_ranks([micro_step(*first), micro_step(*second)], names, *totals)
 
 
 def test_losses_are_means_over_all_micro_steps_and_their_weighted_sum(result: StepResult) -> None:
     assert result.losses == {"velocity": 3.0, "trajectory": 6.0} and result.loss == 3.0 + 0.5 * 6.0
 
 
-def test_the_loss_of_each_band_of_sigma_is_that_of_its_samples(result: StepResult) -> None:
-    assert result.loss_by_sigma == {"0-0.2": (1 + 2 + 3 + 4) / 2, "0.2-0.4": 2 + 2, "0.8-1": 6 + 4}
+def test_the_loss_of_each_band_of_sigma_is_that_of_the_states_there(result: StepResult) -> None:
+    """The states of the trajectory have a sigma of their own."""
+    assert result.loss_by_sigma == {"0-0.2": (1 + 3) / 2, "0.2-0.4": 2, "0.8-1": 6}
 
 
 def test_every_field_but_the_ranks_is_logged_by_its_name(result: StepResult) -> None:
