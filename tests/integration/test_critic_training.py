@@ -127,16 +127,15 @@ def test_a_resumed_run_has_the_losses_of_student_and_critic_bit_for_bit(
 def test_a_critic_with_fewer_updates_goes_on_where_the_run_is_in_its_schedule(
     folder: Path, wan2: Path
 ) -> None:
-    warmup = {"warmup_min_lr": 0.0, "warmup_max_lr": 2e-3, "warmup_num_steps": 0, "total_num_steps": STEPS}
+    warmup = {"warmup_min_lr": 0.0, "warmup_max_lr": 2e-3, "warmup_num_steps": 2, "total_num_steps": 8}
     engine = student_engine(2) | {"scheduler": {"type": "WarmupDecayLR", "params": warmup}}
-    more = {"deepspeed_config": engine, "allow_changed": ["objective"]}
-    before = trained(folder, wan2, "updates_2", 1, **more)
+    more = SETTINGS | {"deepspeed_config": engine, "max_steps": 8, "save_every": 4}
     one = more | {"objective": DMD2 | {"critic_updates": 1}}
-    whole = trained(folder, wan2, "updates_1", 1, **one)
-    middle = str(before / "checkpoints" / "step_00000002")
-    resumed = trained(folder, wan2, "updates_2_1", 1, resume=middle, **one)
+    before, whole = (train(folder, wan2, n, ranks=1, **g) for n, g in {"two": more, "one": one}.items())
+    flags = ["--resume", str(before / "checkpoints" / "step_00000004"), "--allow_changed", "objective"]
+    resumed = train(folder, wan2, "two_one", *flags, ranks=1, **one)
     rates = [[line["critic"]["lr"] for line in metrics(output)] for output in (whole, resumed)]
-    assert rates[1] == pytest.approx(rates[0][2:]) and rates[0][2] > rates[0][3] > 0
+    assert rates[1] == pytest.approx(rates[0][4:]) and rates[0][5] > rates[0][7] > 0
 
 
 def test_it_needs_prompts_alone_and_makes_no_rollouts(folder: Path, wan2: Path) -> None:
