@@ -132,7 +132,7 @@ _refusals: set[int | None] = set()
 def take_lock(file: IO[Any]) -> bool | None:
     """Lock an open file without waiting; return False if another process holds the lock.
 
-    None: the file system has no locks, as Lustre without `flock` and NFSv3 without lockd; a line says so once.
+    None: the file system has no locks, as Lustre without `flock` or NFSv3 without lockd; one line says so.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
