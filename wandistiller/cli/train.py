@@ -38,8 +38,7 @@ def run(command: str, flags: RunFlags, failures: Failures) -> None:
     of_all = stages[0].run
     setup_logging(of_all.log_level)
     collectives.watchdog.timeout = of_all.timeout
-    with collectives.raise_on_all_ranks():
-        stages = resolved(stages)
+    stages = resolved(stages)
     if of_all.dry_run:
         _dry_run(stages, command)
         return
