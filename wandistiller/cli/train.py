@@ -4,6 +4,7 @@ import logging
 
 from wandistiller.cli.failures import Failures
 from wandistiller.cli.flags import RunFlags
+from wandistiller.config.agreement import require_same
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.same_latents import same_latents_problems
@@ -38,6 +39,7 @@ def run(command: str, flags: RunFlags, failures: Failures) -> None:
     of_all = stages[0].run
     setup_logging(of_all.log_level)
     collectives.watchdog.timeout = of_all.timeout
+    require_same(stages)
     stages = resolved(stages)
     if of_all.dry_run:
         _dry_run(stages, command)
