@@ -53,12 +53,13 @@ if [ "$gpus" ] && [ "${CUDA_VISIBLE_DEVICES-}" ]; then
   fi
   here=(--include "localhost:$(cut -d, -f"1-$RANKS" <<<"$CUDA_VISIBLE_DEVICES")")
 fi
-export PATH="$PWD/.venv/bin:$PATH" TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$PWD/.venv/torch_extensions}"
+export PATH="$PWD/.venv/bin:$PATH"
+TORCH_EXTENSIONS_DIR=$(python -c 'import os; from wandistiller.cli.process import set_defaults as s; s(os.environ); print(os.environ["TORCH_EXTENSIONS_DIR"])')
+export TORCH_EXTENSIONS_DIR
 
 build() { # one of DeepSpeed's C++ parts, once: NAME BUILDER WHAT
-  [ -f ".venv/$1" ] && return
+  [ -f "$TORCH_EXTENSIONS_DIR/$1/$1.so" ] && return
   echo "building DeepSpeed's $3 (once)"
   python -c "from wandistiller.engine.patches import patch_deepspeed; patch_deepspeed(); from deepspeed.ops.op_builder import $2; $2().load()" >".venv/$1.log" 2>&1 || { cat ".venv/$1.log" >&2; exit 1; }
-  touch ".venv/$1"
 }
 build cpu_adam CPUAdamBuilder "CPU Adam, about a minute"

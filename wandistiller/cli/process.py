@@ -3,6 +3,7 @@
 import os
 import resource
 import sys
+import zlib
 from codecs import lookup
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -31,9 +32,21 @@ def set_defaults(env: MutableMapping[str, str]) -> None:
     launchers.share_cores(env, len(os.sched_getaffinity(0)))
     allocators.set_defaults()
     if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):  # as launch/env.sh: built once
-        env.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
+        own = cpu_digest(Path("/proc/cpuinfo").read_text())
+        env.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions" / own))
     for name, value in DEFAULTS.items():
         env.setdefault(name, value)
+
+
+def cpu_digest(cpuinfo: str) -> str:
+    """Hash the model and the instructions of a CPU, for which alone DeepSpeed builds (-march=native).
+
+    Args:
+        cpuinfo: text of /proc/cpuinfo, whose keys depend on the architecture.
+    """
+    keys = ("model name", "flags", "Features", "CPU implementer", "CPU part", "isa", "cpu")
+    lines = {line for line in cpuinfo.splitlines() if line.partition(":")[0].strip() in keys}
+    return f"{zlib.crc32(''.join(sorted(lines)).encode()):08x}"
 
 
 def read_utf8() -> None:

@@ -4,6 +4,7 @@ import logging
 
 from wandistiller.cli.failures import Failures
 from wandistiller.cli.flags import RunFlags
+from wandistiller.config.agreement import require_same
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.same_latents import same_latents_problems
@@ -37,15 +38,15 @@ def run(command: str, flags: RunFlags, failures: Failures) -> None:
             stages = read_jobs(runs, collectives.world_size())
     of_all = stages[0].run
     setup_logging(of_all.log_level)
-    with collectives.raise_on_all_ranks():
-        stages = resolved(stages)
+    collectives.watchdog.timeout = of_all.timeout
+    require_same(stages)
+    stages = resolved(stages)
     if of_all.dry_run:
         _dry_run(stages, command)
         return
     first, output = collectives.rank() == 0, whole_output(stages)
+    _require_weights(stages)
     with collectives.raise_on_all_ranks():
-        for folder in {job.folder.path: job.folder for job in stages}.values():
-            require_weights(folder)
         if problems := same_latents_problems(stages):
             raise ConfigError(*problems)
     short = shortages(stages, preparing=command == "prepare")
@@ -63,7 +64,6 @@ def run(command: str, flags: RunFlags, failures: Failures) -> None:
         make_deterministic()
     stopping.install(output / STOP if first else None)
     collectives.init(of_all.log_level)
-    collectives.watchdog.timeout = of_all.timeout
     collectives.watchdog.failure_context = failures.explain
 
     def begin(job: Job) -> None:
@@ -77,6 +77,15 @@ def run(command: str, flags: RunFlags, failures: Failures) -> None:
     {"prepare": prepare, "train": distil}[command].run(stages, begin)
     for held in locks:
         held.close()
+
+
+def _require_weights(stages: list[Job]) -> None:
+    """Check the teachers' weights; those of the hub are fetched by one rank of each node. Collective."""
+    first = collectives.node_peers()[0] == collectives.rank()
+    for is_mine in (first, not first):
+        with collectives.raise_on_all_ranks():
+            for folder in {job.folder.path: job.folder for job in stages}.values() if is_mine else ():
+                require_weights(folder)
 
 
 def _refused(short: Shortages, run: RunConfig) -> list[str]:

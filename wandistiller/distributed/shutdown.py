@@ -6,9 +6,12 @@ import signal
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import psutil
 
 from wandistiller.utils import interrupts
 from wandistiller.utils.logging import IN_EVERY_STEP, current, log, log_to_file
@@ -23,6 +26,9 @@ TORCHRUN = ("torchrun", "torch.distributed.run", "torch/distributed/run")
 LAUNCHERS = ("deepspeed", *TORCHRUN, "mpirun", "mpiexec", "orted", "hydra_pmi_proxy")
 STARTED_BY = {"TORCHELASTIC_RUN_ID", "CROSS_SIZE"}
 """Variables that torchrun and deepspeed's launcher set for the processes that they start."""
+ONE_START = 1.0
+"""Greatest number of seconds between the starts of a container's first process and of its only program; a
+launcher in between takes longer, as it imports torch."""
 STOP = "STOP"
 
 
@@ -52,7 +58,11 @@ class ShutdownListener:
         pid, command = self._launchers[-1] if self._launchers else (0, "")  # the outermost
         # deepspeed has two, of which the first starts the second
         lost = "deepspeed.launcher.launch" in command and interrupts.process_stat(pid)[1] == 1
-        if lost or not self._launchers and STARTED_BY & os.environ.keys():
+        if not self._launchers and STARTED_BY & os.environ.keys():  # one of another name, or none any more
+            parent = os.getppid()
+            lost = _is_adopted(parent)
+            self._launchers = [(parent, _command_line(parent))] if parent and not lost else []
+        if lost:
             self.request_stop("the end of its launcher")
 
     @property
@@ -165,6 +175,21 @@ def _launchers() -> list[tuple[int, str]]:
             launchers.append((pid, command))
         _, pid = interrupts.process_stat(pid)
     return launchers
+
+
+def _is_adopted(parent: int) -> bool:
+    """Return whether `parent` is what the system gives to a process that has lost its own.
+
+    That is process 1, or a user's systemd. But process 1 may have started this one: as a launcher, which is a
+    Python program, or as the first of a container for this rank alone, right after its own start.
+    """
+    program = _command_line(parent).partition("\0")[0].rpartition("/")[2]
+    if parent != 1 or program.startswith("python"):
+        return program == "systemd"
+    with suppress(psutil.Error):  # process 1 may be hidden
+        first, own = (psutil.Process(pid).create_time() for pid in (1, os.getpid()))
+        return own - first > ONE_START
+    return True
 
 
 def _command_line(pid: int) -> str:

@@ -51,6 +51,8 @@ class Watchdog:
     def __init__(self, rank: int = 0, world: int = 1):
         self.rank, self.world, self.timeout = rank, world, HANG_SECONDS
         self._store: TCPStore | None = None
+        self._missed: FailureNotice | None = None
+        """Why this rank never joined the others."""
         self._unanswered = 0
         """Polls since the store, which is on rank 0, last answered."""
         self._ended, self._left = threading.Event(), threading.Event()
@@ -80,6 +82,17 @@ class Watchdog:
         for task in (self._watch, self._leave):
             threading.Thread(target=task, daemon=True).start()
 
+    def miss(self, ranks: list[int], address: str) -> None:
+        """Note which ranks are not where all meet; `who_failed` tells it."""
+        absent = ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
+        seconds = time.monotonic() - self._polled
+        text = (
+            f"Of {self.world} ranks these are not at {address} after {seconds:.0f} s: {absent}. Their own "
+            "last lines say why if they have failed; else their nodes have not started them, or do not reach "
+            "that address and port."
+        )
+        self._missed = FailureNotice(ranks[0], FAULT, text)
+
     def stop(self) -> None:
         """End the watch: the work is done, and other ranks may end at any time."""
         self._ended.set()
@@ -107,7 +120,7 @@ class Watchdog:
     def who_failed(self) -> FailureNotice | None:
         """Find the rank because of which a collective broke, as far as it can be known."""
         if self._store is None:
-            return None
+            return self._missed
         until = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < until:
             try:

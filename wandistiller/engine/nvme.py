@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from wandistiller.engine.engine_config import EngineConfig
+from wandistiller.utils.files import take_lock
 
 PREFIX = "wandistiller_"
 IN_USE = "in_use"
@@ -68,7 +69,7 @@ def _remove(folder: Path, and_parent: bool) -> None:
 def _hold(folder: Path) -> Any:
     """Mark a folder as in use until this process ends, however it ends."""
     lock = (folder / f".{IN_USE}").open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    take_lock(lock)  # nobody else has it
     (folder / f".{IN_USE}").rename(folder / IN_USE)  # it is there only once it is locked
     return lock
 
@@ -77,7 +78,7 @@ def _is_held(folder: Path) -> bool:
     try:
         with (folder / IN_USE).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # locked, or just being made
+    except OSError:  # locked, just being made, or not to be known, on a file system without locks
         return True
     return False
 

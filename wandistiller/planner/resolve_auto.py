@@ -358,13 +358,17 @@ def resolve_auto(job: Job) -> Job:
     """Resolve what `job` leaves at `auto` into JSONs, written to OUTPUT/resolved as any others. Collective.
 
     Raises:
-        ConfigError: nothing fits.
+        ConfigError: on all ranks; nothing fits, or their nodes can build different JSONs.
     """
     if not any(left_open(job)):
         return job
     swap = swap_folder(job, shipped=True)
     machine = on_its_disk(this_machine(swap), job, swap)
-    best = chosen(job, machine, here=True)
+    with collectives.raise_on_all_ranks():
+        best = chosen(job, machine, here=True)
+    if len(every := dict.fromkeys(collectives.gather_objects(f"{best}"))) > 1:
+        remedy = "`wandistiller doctor`, started there, says what some lack; install it, or name both JSONs."
+        raise ConfigError(f"`auto` differs, as nodes can build different JSONs: {'; '.join(every)}. {remedy}")
     for line in best.lines(machine):
         collectives.log0("%s", line)
     return best.job

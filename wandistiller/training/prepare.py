@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from wandistiller.batch import Conditioning, State
-from wandistiller.config.identity import identity
+from wandistiller.config.agreement import require_same
 from wandistiller.config.job import Job
 from wandistiller.data.buckets import media_dimensions, nearest_buckets
 from wandistiller.data.cached_dataset import AllSamples, CachedData, SampleSelection
@@ -52,12 +52,7 @@ def ranks_of(job: Job) -> Ranks:
     Raises:
         ConfigError: on all ranks; they did not all read the same run.
     """
-    own = identity(job)
-    if any(other != own for other in collectives.gather_objects(own)):
-        raise ConfigError(
-            "The ranks read different settings or data: a file changed while the run started, or the nodes "
-            "do not see the same files. Start again."
-        )
+    require_same([job])
     return Ranks.in_groups_of(job.run.context_parallel)
 
 

@@ -1,13 +1,14 @@
 """Builds of DeepSpeed's C++ extensions, which torch compiles at their first use: one process at a time."""
 
-import fcntl
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 from torch.utils.cpp_extension import _get_build_directory
 
+from wandistiller.utils.files import take_lock
 from wandistiller.utils.interrupts import interruptible
 from wandistiller.utils.logging import heartbeat, log
 
@@ -24,8 +25,8 @@ def sole_builder(name: str) -> Iterator[None]:
     """
     folder = Path(_get_build_directory(name, False))
     with (folder.parent / f".{name}.lock").open("a") as file, interruptible():
-        _wait_for(file.fileno(), name)
-        (folder / "lock").unlink(missing_ok=True)
+        if _wait_for(file, name):
+            (folder / "lock").unlink(missing_ok=True)
         began, is_built = time.monotonic(), (folder / f"{name}.so").is_file()
         if not is_built:
             log.warning("build     DeepSpeed's %s is compiled into %s: minutes, once", name, folder)
@@ -34,14 +35,13 @@ def sole_builder(name: str) -> Iterator[None]:
             log.warning("build     %s took %.0f s", name, time.monotonic() - began)
 
 
-def _wait_for(descriptor: int, name: str) -> None:
+def _wait_for(file: IO[Any], name: str) -> bool:
+    """Return True once the file is locked, False on a file system without locks."""
     waits = False
-    while True:
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if not waits:
-                log.info("build     waiting for the process that builds or loads %s", name)
-            waits = True
-            heartbeat()
-            time.sleep(WAIT)
+    while (locked := take_lock(file)) is False:
+        if not waits:
+            log.info("build     waiting for the process that builds or loads %s", name)
+        waits = True
+        heartbeat()
+        time.sleep(WAIT)
+    return bool(locked)

@@ -1,5 +1,6 @@
 """Atomic writes, locks, fingerprints of folders, and JSON files."""
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from wandistiller.utils.errors import DEEP, ConfigError, impossible_values, readable
+from wandistiller.utils.logging import log
 
 PARTIAL = (".part", ".crdownload", ".aria2", ".incomplete", ".partial", ".download", ".tmp")
 """Endings of files that are still being written."""
@@ -108,18 +110,41 @@ def lock(folder: Path) -> IO[str]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / ".lock").open("a+")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    if take_lock(file) is False:
         file.seek(0)
         raise ConfigError(
             f"{folder}: another run is writing there ({file.read().strip()}). Wait for it, stop it (touch "
-            f"{folder / 'STOP'}), or give another --output_dir."
-        ) from None
+            f"{folder / 'STOP'}), or give another --output_dir. If that process is gone with its node, "
+            f"remove {folder / '.lock'}."
+        )
     file.truncate(0)
     file.write(f"process {os.getpid()} on {platform.node()}")
     file.flush()
     return file
+
+
+HELD = {errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES}
+"""Errors that mean that another process has the lock. Source: flock(2), fcntl(2)."""
+_refusals: set[int | None] = set()
+"""Errors of file systems without locks of which a line was logged."""
+
+
+def take_lock(file: IO[Any]) -> bool | None:
+    """Lock an open file without waiting; return False if another process holds the lock.
+
+    None: the file system has no locks, as Lustre without `flock` or NFSv3 without lockd; one line says so.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in HELD:
+            return False
+        if error.errno not in _refusals:
+            _refusals.add(error.errno)
+            text = "locks     %s cannot be locked (%s): nothing stops a second process from using its folder"
+            log.warning(text, file.name, error.strerror)
+        return None
+    return True
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -3,6 +3,7 @@
 import shlex
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
@@ -13,8 +14,10 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import tqdm
 
 from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.logging import current, heartbeat, set_activity
 from wandistiller.wan.weight_reader import DIFFUSERS_STEM
 
 CONFIG_FILES = [
@@ -39,10 +42,23 @@ def is_used(file: str) -> bool:
     return any(fnmatchcase(file, pattern) for pattern in CONFIG_FILES + WEIGHT_FILES)
 
 
+class _Arrived(tqdm):
+    """The hub's bar, shown or not: bytes that arrive are progress to the watchdog."""
+
+    def update(self, n: float | None = 1) -> Any:
+        heartbeat()
+        return super().update(n)
+
+
 def fetch(hub_id: str, revision: str, files: list[str]) -> Path:
     """Return the snapshot of a hub repository in the hub's cache; only missing files are fetched."""
+    before = current.activity
+    set_activity(f"fetching {hub_id}")
     try:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=files))
+        wanted = {"revision": revision, "allow_patterns": files}
+        snapshot = Path(snapshot_download(hub_id, **wanted, tqdm_class=_Arrived))
+        set_activity(before)
+        return snapshot
     except (HTTPError, HFValidationError, OSError) as error:
         raise ConfigError(
             f"{hub_id}: no such folder here, and {_why_not(error, hub_id, revision, files)}"

@@ -12,6 +12,7 @@ from ranks import ROOT, environment, run
 from slow_cases import slow_but
 
 from wandistiller.cli.main import READING
+from wandistiller.cli.process import cpu_digest, set_defaults
 
 WORDS = [sys.executable, "-m", "wandistiller"]
 QUICKSTART = ["--recipe", str(ROOT / "ds_configs" / "recipes" / "quickstart.json")]
@@ -138,3 +139,37 @@ def test_a_crash_inside_a_library_prints_where_python_was() -> None:
     crashing = "from wandistiller.cli import main; main.main = lambda: __import__('ctypes').string_at(0)"
     error = run([sys.executable, "-c", f"{crashing}; main.command()"], code=-signal.SIGSEGV).stderr
     assert "Segmentation fault" in error and "in command" in error
+
+
+INTEL = "processor : 0\nmodel name : Xeon A\ncpu MHz : 2500.1\nflags : fpu sse avx512f\n"
+ARM = "processor : 0\nBogoMIPS : 100.00\nFeatures : fp asimd sve\nCPU part : 0xd40\n"
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "other", "same"),
+    [
+        (INTEL, INTEL.replace("2500.1", "800.0") + INTEL.replace("processor : 0", "processor : 1"), True),
+        (INTEL, INTEL.replace(" avx512f", ""), False),
+        (INTEL, INTEL.replace("Xeon A", "Xeon B"), False),
+        (ARM, ARM.replace("100.00", "50.00"), True),
+        (ARM, ARM.replace(" sve", ""), False),
+    ],
+)
+def test_nodes_that_share_a_disk_share_builds_only_if_their_cpus_are_of_one_kind(
+    cpuinfo: str, other: str, same: bool
+) -> None:
+    assert (cpu_digest(cpuinfo) == cpu_digest(other)) is same
+
+
+def test_the_scripts_and_the_commands_build_into_the_same_folder() -> None:
+    env: dict[str, str] = {}
+    set_defaults(env)
+    lines = (ROOT / "launch" / "env.sh").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("TORCH_EXTENSIONS_DIR=")]
+    usual = {key: value for key, value in os.environ.items() if key != "TORCH_EXTENSIONS_DIR"}
+    shell = ["bash", "-c", f'{line}; echo "$TORCH_EXTENSIONS_DIR"']
+    for own in ({}, {"TORCH_EXTENSIONS_DIR": "/own"}):
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        env_of = usual | {"PATH": path, "PYTHONPATH": str(ROOT)} | own
+        done = subprocess.run(shell, capture_output=True, text=True, cwd=ROOT, env=env_of)
+        assert done.stdout.strip() == (own or env)["TORCH_EXTENSIONS_DIR"]

@@ -1,8 +1,12 @@
 """Ranks that fall silent, on real processes: they may come back, or are dead after a stated time."""
 
+import re
+from pathlib import Path
+
 import pytest
+from on_ranks import absent
 from on_ranks.suspended import never_goes_on, suspend
-from ranks import call
+from ranks import call, program
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
@@ -22,3 +26,28 @@ def test_a_rank_that_never_goes_on_ends_the_others_after_the_stated_time() -> No
     assert "exit codes [1, -9]" in text
     assert "Rank 1 has been silent for 1 s: is it suspended? After 1 s the run ends." in text
     assert "because of rank 1. Rank 1 is gone" in text
+
+
+def ends(number: int, when: str) -> str:
+    """Exit codes and output of three ranks of which one fails."""
+    with pytest.raises(AssertionError) as failed:
+        program(Path(absent.__file__), str(number), when, ranks=3)
+    return str(failed.value)
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_rank_that_fails_before_the_ranks_have_met_is_named_by_the_others_after_the_stated_time(
+    number: int,
+) -> None:
+    text = ends(number, "before they meet")
+    codes = [absent.CODE if rank == number else 1 for rank in range(3)]
+    assert f"exit codes {codes}" in text
+    where = rf"waiting for all 3 ranks at 127\.0\.0\.1:\d+; because of rank {number}"
+    why = rf"Of 3 ranks these are not at \S+ after \d+ s: {number}\. Their own last lines say why"
+    told = re.findall(rf"rank (\d): stopped in: {where}\. {why}", text)
+    assert told == [str(rank) for rank in range(3) if rank != number]
+
+
+def test_a_rank_that_is_lost_between_the_meeting_and_the_first_collective_ends_the_others() -> None:
+    text = ends(2, "after they have met")
+    assert f"exit codes [1, 1, {absent.CODE}]" in text and "because of rank 2. Rank 2 is gone" in text

@@ -37,8 +37,22 @@ NOT_NEEDED = (
 PROGRAM = """
 import json
 from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.logging import current
+from wandistiller.wan import hub
 from wandistiller.wan.hub import bytes_to_fetch
 from wandistiller.wan.pipeline import open_wan, require_weights
+
+download, activities = hub.snapshot_download, []
+
+def watched(*args, **kwargs):
+    activities.append(current.activity)
+    begins = current.heartbeats
+    try:
+        return download(*args, **kwargs)
+    finally:
+        activities.append(current.heartbeats - begins)
+
+hub.snapshot_download = watched
 
 def files():
     return sorted(str(f.relative_to(folder.path)) for f in folder.path.rglob("*") if f.is_file())
@@ -53,6 +67,7 @@ folder = open_wan("org/wan", revision="v1")
 result = {"revision": folder.revision, "opened": files()}
 result["to_fetch"] = bytes_to_fetch("org/wan", folder.revision)
 require_weights(folder)
+result["activities"] = activities[2:], current.activity
 result["then_to_fetch"] = bytes_to_fetch("org/wan", folder.revision)
 result["required"] = files()
 result |= {name: problems(name) for name in ("org/gated", "org/none")}
@@ -114,6 +129,12 @@ def test_a_dry_run_of_a_hub_id_refuses_a_disk_without_room_for_the_weights(
         err = run(words, code=2, **env).stderr
     assert f"fetch     9313.2 GiB of {ID} into " in err
     assert "error: The teacher from the hub, and what the run writes to the same disk, take 9313.2" in err
+
+
+def test_what_arrives_of_a_download_is_progress_to_the_watchdog(online: dict) -> None:
+    (_, _, name, beats), after = online["activities"]
+    assert name == "fetching org/wan" and after == "starting"
+    assert beats >= len(set(online["required"]) - set(online["opened"]))
 
 
 def test_the_token_of_the_environment_is_sent(online: dict) -> None:

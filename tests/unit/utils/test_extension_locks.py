@@ -1,5 +1,6 @@
 """One process builds an extension at a time, whatever a killed build has left."""
 
+import errno
 import fcntl
 import threading
 import time
@@ -23,6 +24,21 @@ def test_the_lock_file_of_a_killed_build_is_removed_at_once(folder: Path) -> Non
     (folder / "cpu_adam" / "lock").touch()
     with sole_builder("cpu_adam"):
         assert not (folder / "cpu_adam" / "lock").exists()
+
+
+def test_another_s_build_is_not_disturbed_on_a_file_system_without_locks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There torch's own file is the only sign that somebody builds."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    (folder / "cpu_adam").mkdir()
+    (folder / "cpu_adam" / "lock").touch()
+    with sole_builder("cpu_adam"):
+        assert (folder / "cpu_adam" / "lock").exists()
 
 
 def test_a_process_waits_while_another_builds(folder: Path) -> None:

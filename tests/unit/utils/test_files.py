@@ -1,12 +1,25 @@
 """Files that appear whole or not at all, and fingerprints."""
 
+import errno
+import fcntl
 import json
 import os
 from pathlib import Path
 
 import pytest
 
-from wandistiller.utils.files import atomic, digest, fingerprint, link_or_copy, system_error, write_json
+from wandistiller.utils import files
+from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.files import (
+    atomic,
+    digest,
+    fingerprint,
+    link_or_copy,
+    lock,
+    system_error,
+    take_lock,
+    write_json,
+)
 
 
 def folder_with(path: Path, **files: bytes) -> Path:
@@ -91,3 +104,42 @@ def test_a_missing_compiler_is_no_fault_of_a_disk() -> None:
     text = "CUDA_HOME environment variable is not set. Please set it to your CUDA install root."
     assert system_error(OSError(text)) is None
     assert system_error(OSError("there is no config.json"))  # diffusers' error for a folder that is gone
+
+
+def without_locks(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Answer as the system does for a file system that has no locks."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(files, "_refusals", set())
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP], ids=errno.errorcode.get)
+def test_a_file_system_without_locks_is_told_once_and_the_run_begins(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    without_locks(monkeypatch, number)
+    for folder in "ab":
+        lock(tmp_path / folder).close()
+    (line,) = caplog.messages
+    assert f"{tmp_path / 'a' / '.lock'} cannot be locked ({os.strerror(number)})" in line
+    assert (tmp_path / "b" / ".lock").read_text().startswith(f"process {os.getpid()} on ")
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EACCES], ids=errno.errorcode.get)
+def test_errors_that_mean_held_are_no_missing_locks(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_locks(monkeypatch, number)
+    with (tmp_path / "a").open("w") as file:
+        assert take_lock(file) is False
+
+
+def test_a_locked_folder_is_refused_with_all_that_may_help(tmp_path: Path) -> None:
+    with lock(tmp_path), pytest.raises(ConfigError) as refused:
+        lock(tmp_path)
+    (text,) = refused.value.problems
+    assert text.startswith(f"{tmp_path}: another run is writing there (process {os.getpid()} on ")
+    assert text.endswith(f"If that process is gone with its node, remove {tmp_path / '.lock'}.")

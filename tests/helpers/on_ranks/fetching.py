@@ -1,0 +1,26 @@
+"""Called on ranks by test_fetched_by_one.py: when each of them looks at its teacher's weights."""
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+from wandistiller.cli import train
+from wandistiller.distributed import collectives
+from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights
+
+
+def looks(wan: Path) -> tuple[float, float]:
+    """Return when this rank began and ended to look; the first takes its time, as a download does."""
+    seen = []
+
+    def look(folder: WanFolder) -> None:
+        seen.append(time.monotonic())
+        time.sleep(0.5 * (collectives.rank() == 0))
+        require_weights(folder)
+        seen.append(time.monotonic())
+
+    with patch.object(train, "require_weights", look):
+        train._require_weights([SimpleNamespace(folder=open_wan(str(wan)))] * 2)
+    begin, end = seen
+    return begin, end

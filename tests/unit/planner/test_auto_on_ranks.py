@@ -1,0 +1,31 @@
+"""`auto` on ranks whose nodes differ: one choice, or one message on all of them."""
+
+from pathlib import Path
+
+import pytest
+from on_ranks.agreeing import chosen_on_two
+from ranks import call
+from recipes import recipe
+
+
+@pytest.mark.parametrize(
+    ("rank_1", "begins"),
+    [
+        (
+            "less",
+            "`auto` differs, as nodes can build different JSONs: student zero2, teacher ",
+        ),
+        ("nothing", "Nothing that could be chosen fits. Free are "),
+        ("all", None),
+    ],
+)
+def test_ranks_choose_the_same_or_all_end_with_one_message(
+    rank_1: str, begins: str | None, tmp_path: Path, wan1: Path
+) -> None:
+    both = {"deepspeed_config": "auto", "teacher_deepspeed_config": "ds_configs/teacher/auto.json"}
+    given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "run"), **both)
+    first, second = call(chosen_on_two, given, rank_1, ranks=2)
+    assert first == second
+    problems, chosen = first
+    assert len(problems) == (begins is not None) and len(chosen) == 2 * (begins is None)
+    assert all(problem.startswith(begins) for problem in problems)
