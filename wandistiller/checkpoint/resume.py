@@ -57,7 +57,9 @@ def latest_valid(output: Path, resume: str) -> Path | None:
             if problems := manifest.verify(folder):
                 collectives.log0("skipped   %s: %s", folder, "; ".join(problems))
     bad: list[str] = []
-    for folder in collectives.broadcast_object(candidates(output, resume)):
+    with collectives.raise_on_all_ranks():
+        found = candidates(output, resume) if collectives.rank() == 0 else []
+    for folder in collectives.broadcast_object(found):
         problems = collectives.gather_problems(manifest.verify(folder, share=share))
         if not problems:
             return folder

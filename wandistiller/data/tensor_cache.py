@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from socket import gethostname
 from uuid import uuid4
@@ -111,7 +112,10 @@ class TensorCache:
 
 
 def is_shared(folder: Path) -> bool:
-    """Return whether all nodes see one folder: rank 0 makes a file in it that all look for. Collective."""
+    """Return whether all nodes see one folder: rank 0 makes a file in it that all look for. Collective.
+
+    All make the folder: a client of NFS remembers for half a minute that it was not there, until it makes it.
+    """
     if len(collectives.node_peers()) == collectives.world_size():
         return True
     marker = folder / collectives.broadcast_object(f".seen_{uuid4().hex}")
@@ -119,6 +123,8 @@ def is_shared(folder: Path) -> bool:
         folder.mkdir(parents=True, exist_ok=True)
         marker.touch()
     collectives.barrier()
+    with suppress(OSError):  # where it may not, it is not there
+        folder.mkdir(parents=True, exist_ok=True)
     seen = collectives.gather_objects(marker.is_file())
     marker.unlink(missing_ok=True)
     return all(seen)
