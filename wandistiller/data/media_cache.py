@@ -85,7 +85,7 @@ class MediaCache(TensorCache):
         lasting = {key: why for key, why in new.items() if not any(key in tried for _, tried in of_ranks)}
         if lasting and collectives.rank() == 0:
             write_json(self._unusable, known | lasting)
-        self.missing_keys(missing)
+        self.find_written(key for key in missing if key not in new)
         return {key: why for key, why in (known | new).items() if key in samples}
 
     def _known_unusable(self) -> dict[str, str]:

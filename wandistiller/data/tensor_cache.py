@@ -42,12 +42,14 @@ class TensorCache:
         """Look for keys, once each; return the missing ones in the order given. Collective.
 
         Raises:
-            ConfigError: on all ranks; keys are missing, and the nodes do not share the folder.
+            ConfigError: on all ranks; keys are missing, and the nodes do not share the folder; or they do,
+                and look for other keys in it.
         """
         requested = dict.fromkeys(k for k in keys if k not in self._place)
         if self._shared is None:
             self._shared = is_shared(self._folder)
         if self._shared:
+            self._require_equal(requested)
             place = self._scan(requested) if requested and collectives.rank() == 0 else {}
             self._place |= collectives.broadcast_object(place)
         else:
@@ -61,6 +63,28 @@ class TensorCache:
                         "itself first."
                     )
         return [k for k in requested if k not in self._place]
+
+    def find_written(self, keys: Iterable[str]) -> None:
+        """Look for keys that ranks have just written. Collective.
+
+        Raises:
+            StorageError: on all ranks; some are not there.
+        """
+        keys = list(keys)
+        if lost := self.missing_keys(keys):
+            raise StorageError(
+                f"{self._folder}: {len(lost)} of {len(keys)} entries are gone since they were written, or "
+                "cannot be read. Start again; they are made anew."
+            )
+
+    def _require_equal(self, requested: dict[str, None]) -> None:
+        """Raise ConfigError on all ranks if they look for other keys, by which they divide the work."""
+        if len(set(collectives.gather_objects(digest(*requested)))) > 1:
+            raise ConfigError(
+                f"{self._folder}: the ranks look for other entries in it: the media of `data_path` differ in "
+                "time or size between the nodes, or one changed while the run started. Share one folder of "
+                "them, or copy it with its times (`cp -p`, `rsync -t`), and start again."
+            )
 
     def _scan(self, requested: dict[str, None]) -> dict[str, Path]:
         place = {}
