@@ -70,6 +70,19 @@ def latest_valid(output: Path, resume: str) -> Path | None:
     return None
 
 
+def set_newer_aside(output: Path, folder: Path) -> None:
+    """Rename the checkpoints of a run that are newer than that from which it goes on."""
+    state = read_state(folder)
+    for newer in manifest.set_aside_newer(output / "checkpoints", state["step"], state.get("head_start", 0)):
+        collectives.log0("set aside %s, which is newer", newer)
+
+
+def going_on(output: Path, resume: str) -> str:
+    """Say what goes on with a run that was stopped: `never`, or a folder, is for its start alone."""
+    has_begun = resume == "never" or resume != "auto" and manifest.steps(output / "checkpoints")
+    return f"the same command{' with --resume auto' if has_begun else ''} goes on from there"
+
+
 def changed_keys(folder: Path, recorded: dict[str, Any], allowed: list[str]) -> set[str]:
     """Return the keys of the identity in which a checkpoint's run differs from this one.
 
