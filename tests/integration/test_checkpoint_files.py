@@ -25,8 +25,10 @@ from wandistiller.checkpoint.safetensors_stream import checksum
 from wandistiller.cli.main import main
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
+from wandistiller.distributed.shutdown import Stopped, stopping
 from wandistiller.export.formats.diffusers import DiffusersFormat
 from wandistiller.export.source import read_source
+from wandistiller.training import distil
 from wandistiller.utils.errors import ConfigError, StorageError
 from wandistiller.utils.files import atomic, delete_leftovers, lock
 
@@ -133,6 +135,38 @@ def test_an_earlier_checkpoint_can_be_named_and_newer_ones_are_set_aside(
     assert equal(trained(cut), trained(folder / "whole"))
     names = {p.name for p in (cut / "checkpoints").glob("aside_*")}
     assert names == {"aside_step_00000004", "aside_step_00000006"}
+
+
+def test_a_run_that_is_stopped_before_it_has_gone_on_from_an_earlier_checkpoint_does_so_by_auto(
+    cut: Path, again: dict[str, Any]
+) -> None:
+    job = read_job(RunConfig(**again | {"resume": str(saved(cut, 2))}), 1)
+    stopping.request_stop("SIGTERM")
+    try:
+        with pytest.raises(Stopped):
+            distil.run([job], lambda _: None)
+    finally:
+        stopping.release()
+    assert resume.latest_valid(cut, "auto") == saved(cut, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "flags"),
+    [
+        ("auto", ""),
+        ("never", " with --resume auto"),
+        ("own/checkpoints/step_00000002", " with --resume auto"),
+        ("other/checkpoints/step_00000002", ""),
+    ],
+)
+def test_a_stopped_run_names_the_command_that_goes_on(given: str, flags: str, tmp_path: Path) -> None:
+    """From a checkpoint elsewhere the first command does, until there is one here."""
+    output = tmp_path / given.partition("/")[0].replace("other", "new")
+    named = tmp_path / given
+    named.mkdir(parents=True)
+    assert resume.going_on(output, str(named) if "/" in given else given) == (
+        f"the same command{flags} goes on from there"
+    )
 
 
 @pytest.mark.parametrize("latest", ["", "step_00000004\n", "nonsense"])

@@ -146,6 +146,22 @@ def test_slurm_allocates_cores_and_memory_and_srun_is_given_the_cores() -> None:
     assert any(line.startswith('srun --cpus-per-task="$SLURM_CPUS_PER_TASK" ') for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("command", "restarts", "added"),
+    [("train", None, ""), ("train", "0", ""), ("train", "2", " --resume auto"), ("doctor", "2", "")],
+)
+def test_a_job_that_slurm_starts_again_goes_on_whatever_it_began_with(
+    command: str, restarts: str | None, added: str, tmp_path: Path
+) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\necho "$*"\n')
+    srun.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "8", "SLURM_JOB_ID": "1"}
+    env |= {"SLURM_RESTART_COUNT": restarts} if restarts else {}
+    words = ["bash", "launch/slurm.sbatch", command, "--resume", "never"]
+    assert run(words, **env).stdout.strip().endswith(f"{command} --resume never{added}")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="needs mpirun (Debian: apt install openmpi-bin)")
 def test_a_run_under_mpirun_has_the_losses_of_one_under_torchrun(wan1: Path, tmp_path: Path) -> None:

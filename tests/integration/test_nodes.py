@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import pytest
 from background_run import PATIENCE
-from ranks import ROOT, environment, free_port, losses, run
-from recipes import recipe_file, train
+from on_ranks.nodes import first_checkpoint
+from ranks import ROOT, call, environment, free_port, losses, run
+from recipes import recipe, recipe_file, train
 
 from wandistiller.distributed.watchdog import LOST_SECONDS
 
@@ -152,6 +153,13 @@ def test_a_node_that_is_left_alone_does_the_work_itself(ssh: Ssh, wan1: Path, tm
     """Deepspeed's launcher would do it on the machine where it was called."""
     output = by_pdsh(ssh, tmp_path, recipe_file(tmp_path, wan1), "--include there", "--dry_run")
     assert any(line.startswith("there: disk ") for line in output.splitlines()), output
+
+
+def test_a_new_run_on_a_disk_of_nfs_saves_its_first_checkpoint(wan1: Path, tmp_path: Path) -> None:
+    """Where all looked for checkpoints and cache before the first node had made them."""
+    own = {"output_dir": str(tmp_path / "run"), "max_steps": 1, "sample_prompts": ["a red circle"]}
+    given = recipe(tmp_path, wan1, **own)
+    assert call(first_checkpoint, tmp_path, given, ranks=2) == [["step_00000001"]] * 2
 
 
 @pytest.fixture

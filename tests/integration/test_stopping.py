@@ -99,11 +99,14 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
 
 @pytest.mark.slow
 def test_exit_code_75_tells_a_scheduler_to_start_it_again(folder: Path, wan1: Path) -> None:
-    words = [sys.executable, "-m", *training(folder, wan1, "alone")]
+    words = [sys.executable, "-m", *training(folder, wan1, "alone", resume="never")]
     with background_run(words, folder / "alone.log") as run:
         run.wait_for(rf"step 1/{STEPS} ")
         os.kill(run.process.pid, signal.SIGTERM)
         assert run.end() == 75, run.output()
+    assert "; the same command with --resume auto goes on from there" in run.output()
+    with background_run([*words, "--resume", "auto"], folder / "alone_on.log") as run:
+        run.wait_for(rf"resumed .* of {STEPS} steps are done")
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ class Checkpointer:
         """
         self.finish()
         target = self._folder / manifest.folder_name(step, 0 if step else state.get("head_start", 0))
-        if collectives.broadcast_object(target.exists()):
+        if collectives.broadcast_object(collectives.rank() == 0 and target.exists()):
             return target  # the run resumed from it, and nothing was learned since
         folder = manifest.temporary_name(target)
         set_activity(f"saving the checkpoint of step {step}")
@@ -89,6 +89,8 @@ class Checkpointer:
         collectives.barrier()
         try:
             for network, (trained, average) in networks.items():
+                # a client of NFS may remember that it was not there, until it makes it
+                (folder / network).mkdir(parents=True, exist_ok=True)
                 name = f"{network}/rank_{collectives.rank():05d}.safetensors"
                 specs, tensors = _content(trained, average)
                 written[name] = write_stream(folder / name, specs, tensors)

@@ -48,7 +48,8 @@ def commit(folder: Path, target: Path, ranks: int, stopped: Callable[[], bool]) 
     """
     files: dict[str, FileChecksum] = {}
     for rank in range(ranks):
-        while not part_file(folder, rank).is_file():
+        # by the folder, which is opened: a client of NFS remembers that a name was not there
+        while part_file(folder, rank).name not in os.listdir(folder):
             if stopped():
                 return
             time.sleep(POLL_SECONDS)

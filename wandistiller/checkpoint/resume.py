@@ -57,7 +57,9 @@ def latest_valid(output: Path, resume: str) -> Path | None:
             if problems := manifest.verify(folder):
                 collectives.log0("skipped   %s: %s", folder, "; ".join(problems))
     bad: list[str] = []
-    for folder in collectives.broadcast_object(candidates(output, resume)):
+    with collectives.raise_on_all_ranks():
+        found = candidates(output, resume) if collectives.rank() == 0 else []
+    for folder in collectives.broadcast_object(found):
         problems = collectives.gather_problems(manifest.verify(folder, share=share))
         if not problems:
             return folder
@@ -66,6 +68,19 @@ def latest_valid(output: Path, resume: str) -> Path | None:
     if bad:
         raise ConfigError(*bad, NONE_GOOD.format(output))
     return None
+
+
+def set_newer_aside(output: Path, folder: Path) -> None:
+    """Rename the checkpoints of a run that are newer than that from which it goes on."""
+    state = read_state(folder)
+    for newer in manifest.set_aside_newer(output / "checkpoints", state["step"], state.get("head_start", 0)):
+        collectives.log0("set aside %s, which is newer", newer)
+
+
+def going_on(output: Path, resume: str) -> str:
+    """Say what goes on with a run that was stopped: `never`, or a folder, is for its start alone."""
+    has_begun = resume == "never" or resume != "auto" and manifest.steps(output / "checkpoints")
+    return f"the same command{' with --resume auto' if has_begun else ''} goes on from there"
 
 
 def changed_keys(folder: Path, recorded: dict[str, Any], allowed: list[str]) -> set[str]:

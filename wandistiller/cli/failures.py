@@ -4,9 +4,11 @@ import gc
 import re
 import sys
 import traceback
+from pathlib import Path
 
 from torch.distributed import DistError
 
+from wandistiller.checkpoint.resume import going_on
 from wandistiller.cli.process import AGAIN, FAULT, NOT_FINITE, OUT_OF_MEMORY, STORAGE, WRONG_INPUT
 from wandistiller.config.job import Job
 from wandistiller.distributed import collectives
@@ -38,6 +40,11 @@ class Failures:
         """Keep the run and the memory that is free now; advice is computed for both."""
         self._run = job, machine_now()
 
+    def going_on(self) -> str:
+        """Say what goes on with the run, if it was stopped in order."""
+        job = self._run and self._run[0]
+        return going_on(job.output, job.run.resume) if job else going_on(Path(), "auto")
+
     def report(self, error: BaseException) -> int:
         """Print and log the error, notify the launcher and the other ranks; return the exit code."""
         printed, for_launcher, first = None, None, collectives.rank() == 0
@@ -51,7 +58,7 @@ class Failures:
         elif isinstance(error, Interrupted):
             code, text = error.exit_code, f"{error}, {current.activity}"
             if stopping.listens:  # all that was finished before the build is kept
-                code, text = AGAIN, f"{text}; the same command goes on from there"
+                code, text = AGAIN, f"{text}; {self.going_on()}"
             printed = text if first else ""
         elif is_out_of_memory(error):
             code, (text, spent) = OUT_OF_MEMORY, self._memory(error)

@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
             import_module(f"wandistiller.cli.{command}").run(flags)
     except Stopped as stopped:
         reasons = list(dict.fromkeys(filter(None, collectives.gather_objects(stopping.reason))))
-        text = f"stopped {stopped} by {', '.join(reasons)}; the same command goes on from there"
+        text = f"stopped {stopped} by {', '.join(reasons)}; {failures.going_on()}"
         collectives.log0(text, level=logging.WARNING)
         tell_torchrun(text)
         collectives.destroy()

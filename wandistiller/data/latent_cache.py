@@ -141,7 +141,7 @@ class LatentCache:
                 about = {key: samples[key].item.prompt for key in keys}
                 self._made.write(dict(zip(keys, tensors, strict=True)), about)
         collectives.barrier()
-        self._made.missing_keys(missing)
+        self._made.find_written(missing)
 
     def _roll_out(
         self, samples: list[Sample], velocity: Velocity, conditioning: Conditioning

@@ -65,7 +65,7 @@ class MediaCache(TensorCache):
             File and reason of each sample that cannot be used, by key; equal on all ranks, and stored, unless
             the next run may be able to read it.
         """
-        known = collectives.broadcast_object(self._known_unusable())
+        known = collectives.broadcast_object(self._known_unusable() if collectives.rank() == 0 else {})
         # a file that was moved is tried again, and named where it is
         moved = {k for k, s in samples.items() if k in known and not known[k].startswith(f"{source(s)}: ")}
         known = {key: why for key, why in known.items() if key not in moved}
@@ -85,7 +85,7 @@ class MediaCache(TensorCache):
         lasting = {key: why for key, why in new.items() if not any(key in tried for _, tried in of_ranks)}
         if lasting and collectives.rank() == 0:
             write_json(self._unusable, known | lasting)
-        self.missing_keys(missing)
+        self.find_written(key for key in missing if key not in new)
         return {key: why for key, why in (known | new).items() if key in samples}
 
     def _known_unusable(self) -> dict[str, str]:

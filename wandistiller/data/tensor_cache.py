@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from socket import gethostname
 from uuid import uuid4
@@ -41,12 +42,14 @@ class TensorCache:
         """Look for keys, once each; return the missing ones in the order given. Collective.
 
         Raises:
-            ConfigError: on all ranks; keys are missing, and the nodes do not share the folder.
+            ConfigError: on all ranks; keys are missing, and the nodes do not share the folder; or they do,
+                and look for other keys in it.
         """
         requested = dict.fromkeys(k for k in keys if k not in self._place)
         if self._shared is None:
             self._shared = is_shared(self._folder)
         if self._shared:
+            self._require_equal(requested)
             place = self._scan(requested) if requested and collectives.rank() == 0 else {}
             self._place |= collectives.broadcast_object(place)
         else:
@@ -60,6 +63,28 @@ class TensorCache:
                         "itself first."
                     )
         return [k for k in requested if k not in self._place]
+
+    def find_written(self, keys: Iterable[str]) -> None:
+        """Look for keys that ranks have just written. Collective.
+
+        Raises:
+            StorageError: on all ranks; some are not there.
+        """
+        keys = list(keys)
+        if lost := self.missing_keys(keys):
+            raise StorageError(
+                f"{self._folder}: {len(lost)} of {len(keys)} entries are gone since they were written, or "
+                "cannot be read. Start again; they are made anew."
+            )
+
+    def _require_equal(self, requested: dict[str, None]) -> None:
+        """Raise ConfigError on all ranks if they look for other keys, by which they divide the work."""
+        if len(set(collectives.gather_objects(digest(*requested)))) > 1:
+            raise ConfigError(
+                f"{self._folder}: the ranks look for other entries in it: the media of `data_path` differ in "
+                "time or size between the nodes, or one changed while the run started. Share one folder of "
+                "them, or copy it with its times (`cp -p`, `rsync -t`), and start again."
+            )
 
     def _scan(self, requested: dict[str, None]) -> dict[str, Path]:
         place = {}
@@ -111,7 +136,10 @@ class TensorCache:
 
 
 def is_shared(folder: Path) -> bool:
-    """Return whether all nodes see one folder: rank 0 makes a file in it that all look for. Collective."""
+    """Return whether all nodes see one folder: rank 0 makes a file in it that all look for. Collective.
+
+    All make the folder: a client of NFS remembers for half a minute that it was not there, until it makes it.
+    """
     if len(collectives.node_peers()) == collectives.world_size():
         return True
     marker = folder / collectives.broadcast_object(f".seen_{uuid4().hex}")
@@ -119,6 +147,8 @@ def is_shared(folder: Path) -> bool:
         folder.mkdir(parents=True, exist_ok=True)
         marker.touch()
     collectives.barrier()
+    with suppress(OSError):  # where it may not, it is not there
+        folder.mkdir(parents=True, exist_ok=True)
     seen = collectives.gather_objects(marker.is_file())
     marker.unlink(missing_ok=True)
     return all(seen)

@@ -67,7 +67,7 @@ class TextCache:
         if all_cut := [prompt for of_rank in collectives.gather_objects(cut) for prompt in of_rank]:
             collectives.log0(CUT, len(all_cut), TEXT_TOKENS, all_cut[0][:60], level=logging.WARNING)
         collectives.raise_if_stop_requested("while encoding prompts; finished ones are kept")
-        self._tensors.missing_keys(missing)
+        self._tensors.find_written(missing)
 
     def _encode(self, files: list[dict[str, str]], room: int) -> list[str]:
         """Write files of the texts of prompts by key; return those that are too long to be read whole.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.utils.errors import ConfigError, folder_problems
-from wandistiller.utils.files import atomic, open_as_umask_says
+from wandistiller.utils.files import atomic, flush, flush_all, open_as_umask_says
 from wandistiller.wan.lora_experts import FACTS
 
 
@@ -57,15 +57,17 @@ def _is_ours(file: Path) -> bool:
 
 @contextmanager
 def replaced(target: Path) -> Iterator[Path]:
-    """Yield a new folder, which takes `target`'s place when the block ends without an error."""
+    """Yield a new folder, which takes `target`'s place, on the disk, when the block ends without an error."""
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     yield temporary
     open_as_umask_says(temporary)
+    flush_all(temporary)
     if target.exists():
         shutil.rmtree(target)
     temporary.rename(target)
+    flush(target.parent)
 
 
 def per_expert(file: Path, experts: list[str], expert: str) -> Path:

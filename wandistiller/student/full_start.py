@@ -113,7 +113,7 @@ class FullStart:
         collectives.raise_if_stop_requested(
             "while the start of the adapters is computed; finished parts are kept"
         )
-        self._cache.missing_keys(missing)
+        self._cache.find_written(missing)
 
     @torch.no_grad()
     def _decomposed(self, name: str) -> dict[str, Tensor]:

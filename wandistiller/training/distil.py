@@ -44,7 +44,9 @@ def run(stages: list[Job], begin: Callable[[Job], None]) -> None:
     if collectives.rank() == 0:
         for folder in {output, *(job.output for job in stages if not job.is_spent)}:
             (folder / DONE).unlink(missing_ok=True)
-        for job in stages if stages[0].run.resume == "never" else ():
+        if (given := stages[0].run.resume) != "auto":
+            collectives.log0("resume    %s is for this start alone; after it, give --resume auto", given)
+        for job in stages if given == "never" else ():
             _set_aside(job.output / "checkpoints")
         write_resolved(stages)
         write_json(output / "resolved" / "machine.json", machine)
@@ -105,9 +107,11 @@ def _run_stage(job: Job) -> None:
     for line in [*summary(job), *precision_lines(job)]:
         collectives.log0(line)
     job = dataclasses.replace(job, resume_from=resume.latest_valid(job.output, job.run.resume))
-    if job.resume_from and job.run.resume == "auto" and collectives.rank() == 0:
-        # a run may have been killed between committing and rotating
-        rotate(job.resume_from, job.run.keep_checkpoints)
+    if job.resume_from and collectives.rank() == 0:
+        if job.run.resume == "auto":  # a run may have been killed between committing and rotating
+            rotate(job.resume_from, job.run.keep_checkpoints)
+        else:  # now: if it is stopped before it has begun, `auto` goes on from this one too
+            resume.set_newer_aside(job.output, job.resume_from)
     if _is_complete(job):
         collectives.log0("all %d steps are done; --resume never starts anew", job.run.max_steps)
     else:

@@ -9,8 +9,8 @@ from typing import NoReturn
 from wandistiller.batch import STUDENT, State
 from wandistiller.checkpoint.checkpointer import Checkpointer
 from wandistiller.checkpoint.loading import load, read_state
-from wandistiller.checkpoint.manifest import set_aside_newer, steps
-from wandistiller.checkpoint.resume import changed_keys
+from wandistiller.checkpoint.manifest import steps
+from wandistiller.checkpoint.resume import changed_keys, set_newer_aside
 from wandistiller.config.identity import recorded
 from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
@@ -232,7 +232,6 @@ class Trainer:
         self.nonfinite.skipped, self._warmed_up = state.get("skipped_steps", 0), state.get("head_start", 0)
         collectives.log0("resumed   %s: %d of %d steps are done", folder, start, self.job.run.max_steps)
         if collectives.rank() == 0:
-            for newer in set_aside_newer(self.job.output / "checkpoints", start, self._warmed_up):
-                collectives.log0("set aside %s, which is newer", newer)
+            set_newer_aside(self.job.output, folder)
         collectives.barrier()
         return start

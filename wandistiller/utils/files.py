@@ -41,15 +41,18 @@ def system_error(error: BaseException, path: Path | None = None) -> OSError | No
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """Yield a temporary name next to `path`; rename it to `path` when the block ends without an error."""
+    """Yield a temporary name next to `path`; rename it to `path` when the block ends without an error.
+
+    It is on the disk then: what is written afterwards does not outlive it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{_this_machine()}.{os.getpid()}.tmp")
     try:
         yield temporary
         open_as_umask_says(temporary)
-        if temporary.is_file():
-            flush(temporary)
+        flush_all(temporary)
         os.replace(temporary, path)
+        flush(path.parent)
     except Exception as error:
         if refused := system_error(error, path):
             raise refused from None
@@ -231,6 +234,13 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def flush_all(path: Path) -> None:
+    """Flush a file, or a folder with all that is in it, to the disk."""
+    for one in [path, *path.rglob("*")]:
+        if one.is_file() or one.is_dir():  # no link that leads nowhere
+            flush(one)
 
 
 PACKAGE = Path(__file__).parent.parent

@@ -1,8 +1,19 @@
 """The order of checkpoints, some of which are within a head start, before the first step."""
 
+import subprocess
 from pathlib import Path
 
-from wandistiller.checkpoint.manifest import folder_name, rotate, set_aside_newer, steps
+from nfs_client import nfs_client
+
+from wandistiller.checkpoint.manifest import (
+    commit,
+    finish_part,
+    folder_name,
+    part_file,
+    rotate,
+    set_aside_newer,
+    steps,
+)
 
 IN_ORDER = [folder_name(*place) for place in ((0, 0), (0, 9), (0, 12), (1, 0), (10, 0))]
 
@@ -32,3 +43,21 @@ def test_a_run_that_goes_on_within_a_head_start_sets_later_ones_aside(tmp_path: 
     aside = [one.name for one in set_aside_newer(saved(tmp_path), 0, 9)]
     assert names(tmp_path) == IN_ORDER[:2]
     assert aside == [f"aside_{name}" for name in reversed(IN_ORDER[2:])]
+
+
+def test_a_part_that_another_node_writes_is_seen_at_once(tmp_path: Path) -> None:
+    """By a client of NFS too, which remembers that it was not there."""
+    folder, target, waited = tmp_path / "new", tmp_path / "step", []
+    for own in (folder, tmp_path):
+        own.mkdir(exist_ok=True)
+        finish_part(own, 0, {})
+
+    def stopped() -> bool:
+        if not waited:
+            subprocess.run(["cp", part_file(tmp_path, 0), part_file(folder, 1)], check=True)
+        waited.append(1)
+        return len(waited) > 3
+
+    with nfs_client(tmp_path):
+        commit(folder, target, 2, stopped)
+    assert target.is_dir() and len(waited) == 1
