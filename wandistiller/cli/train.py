@@ -39,7 +39,7 @@ def run(command: str, flags: RunFlags, failures: Failures) -> None:
     of_all = stages[0].run
     setup_logging(of_all.log_level)
     collectives.watchdog.timeout = of_all.timeout
-    require_same(stages)
+    require_same(stages, weights=False)
     stages = resolved(stages)
     if of_all.dry_run:
         _dry_run(stages, command)

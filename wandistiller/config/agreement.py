@@ -15,15 +15,19 @@ SHOWN = 8
 """Greatest number of keys, and of ranks, that are named."""
 
 
-def require_same(stages: list[Job]) -> None:
+def require_same(stages: list[Job], *, weights: bool = True) -> None:
     """Compare what the ranks have read, of all stages, and the checkpoints that they go on from. Collective.
 
+    Args:
+        weights: compare the teachers' too, which are checked then.
     Raises:
         ConfigError: on all ranks; it names what differs, and the ranks that have other settings than rank 0.
     """
     if collectives.world_size() == 1:
         return
-    own = {_name(job, key): digest(value) for job in stages for key, value in _read(job).items()}
+    left_out = () if weights else ("teacher",)
+    read = ((job, key, value) for job in stages for key, value in _read(job).items() if key not in left_out)
+    own = {_name(job, key): digest(value) for job, key, value in read}
     first, *others = collectives.gather_objects(own)
     differ: dict[str, None] = {}
     ranks = []

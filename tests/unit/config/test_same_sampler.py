@@ -86,10 +86,10 @@ def after_run(folder: Path, wan: Path, *runs: dict[str, Any]) -> list[str]:
 def test_an_expert_that_an_earlier_run_trained_for_another_sampler_is_named_with_that_run(
     tmp_path: Path, wan2: Path
 ) -> None:
-    (found,) = after_run(tmp_path, wan2, stage("high", 2, shift=3.0), stage("low", 4))
+    (found,) = after_run(tmp_path, wan2, stage("high", 2), stage("low", 4))
     assert found == (
         "`objective` trains the low-noise expert for 4 steps (euler, shift 7), but the run "
-        f"{tmp_path / '0'}, which `init` names, the high-noise expert for 2 steps (euler, shift 3). One "
+        f"{tmp_path / '0'}, which `init` names, the high-noise expert for 2 steps (euler, shift 7). One "
         "sampler draws with both: write the same steps, sampler and shift."
     )
 
