@@ -32,7 +32,10 @@ VARIANTS: dict[str, Any] = {
     "dmd2, c = 2, the critic follows (0.03)": DMD2 | {"critic_follows": 0.03},
     "dmd2, c = 2, critic from the teacher": DMD2 | {"critic_start": "teacher"},
     "dmd2, c = 2, heads (0.03)": DMD2 | {"gan": 0.03},
-    "joint: dmd2, c = 2, and 100 x consistency": [DMD2, CONSISTENCY | {"weight": 100}],
+    "joint: dmd2 by renoise, c = 2, and 100 x consistency": [
+        DMD2 | {"sampler": "renoise"},
+        {"name": "consistency", "weight": 100},
+    ],
 }
 LR = 1e-4
 SHOWN = ("critic_lag", "gradient", "deviation")

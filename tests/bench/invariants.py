@@ -87,7 +87,7 @@ RUNS |= {
     "dmd2 with heads, and consistency": {
         **SMALL,
         "deepspeed_config": ENGINE,
-        "objective": [DMD2 | {"gan": 0.03}, {"name": "consistency", "intervals": 8, "edges": 2}],
+        "objective": [DMD2 | {"gan": 0.03, "sampler": "renoise"}, {"name": "consistency", "intervals": 8}],
         "max_steps": 3,
         "save_every": 2,
     },

@@ -151,7 +151,7 @@ def test_it_needs_prompts_alone_and_makes_no_rollouts(folder: Path, wan2: Path) 
         ("renoise", DMD2 | {"steps": 3, "sampler": "renoise"}),
         ("critic_follows", DMD2 | {"critic_follows": 0.03}),
         ("head_start", DMD2 | {"critic_warmup": 3}),
-        ("joint", [DMD2, {"name": "consistency", "edges": 2, "weight": 3}]),
+        ("joint", [DMD2 | {"sampler": "renoise"}, {"name": "consistency", "weight": 3}]),
         ("heads", DMD2 | {"gan": 0.03}),
     ],
 )
