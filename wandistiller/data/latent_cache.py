@@ -42,7 +42,7 @@ class Rollouts:
 
     @property
     def making(self) -> Self:
-        """What each rollout depends on: their number changes none of them."""
+        """The settings that each rollout depends on: their number changes none of them."""
         return dataclasses.replace(self, per_prompt=0)
 
 

@@ -21,7 +21,7 @@ Ask = Callable[[State], Tensor]
 """A network's velocity v_BCFHW of a batch, float32; without gradient where that is off."""
 
 ALONG, TO_DATA = "along the teacher's path", "to data in one step"
-"""Where a velocity leads."""
+"""Places to which a velocity leads."""
 TEACHER = "teacher"
 """Name of the teacher among the networks that are called at samples."""
 Judged = Mapping[str, Tensor]
@@ -150,7 +150,7 @@ class Term(ABC):
 
     @property
     def leads(self) -> str | None:
-        """Where the student's velocity leads that this loss asks for, in words; None: any may be added to it.
+        """The place, in words, to which this loss leads the student's velocity; None: any may be added to it.
 
         Losses that lead elsewhere would be averaged by the network, and none of them be met.
         """

@@ -18,15 +18,16 @@ from huggingface_hub.utils import tqdm
 
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.logging import current, heartbeat, set_activity
+from wandistiller.wan.lora_experts import FACTS
 from wandistiller.wan.weight_reader import DIFFUSERS_STEM
 
 CONFIG_FILES = [
     *("model_index.json", "scheduler/scheduler_config.json", "vae/config.json", "text_encoder/config.json"),
-    *("transformer/config.json", "transformer_2/config.json", "README.md"),
+    *("transformer/config.json", "transformer_2/config.json", "README.md", FACTS),
     *("image_encoder/config.json", "image_processor/preprocessor_config.json"),
     *(f"tokenizer/{name}.json" for name in ("tokenizer_config", "special_tokens_map", "added_tokens")),
 ]
-"""The files that `open_wan` reads, and the README for its licence, which is also the student's."""
+"""The files that `open_wan` reads, the README for its licence, also the student's, and a student's facts."""
 STEMS = dict.fromkeys(("text_encoder", "image_encoder"), "model")
 STEMS |= dict.fromkeys(("transformer", "transformer_2", "vae"), DIFFUSERS_STEM)
 WEIGHT_FILES = ["tokenizer/tokenizer.json", "tokenizer/spiece.model"] + [

@@ -205,4 +205,4 @@ def test_a_rank_in_a_pid_namespace_of_its_own_begins(first: list[str], tmp_path:
     with background_run(
         [*words, sys.executable, "-c", RANK_OF_A_LAUNCHER], tmp_path / "log", **LAUNCHED
     ) as run:
-        run.wait_for("begins: None")
+        assert run.wait_for("begins: None")

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from wandistiller.evaluation.candidates import read_candidate
 from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError
 from wandistiller.wan.added_lora import added_changes
+from wandistiller.wan.hub import CONFIG_FILES
 from wandistiller.wan.loaded_components import load_pipeline
 from wandistiller.wan.lora_experts import adapters_of
 from wandistiller.wan.pipeline import WanFolder
@@ -167,6 +169,9 @@ def test_a_student_on_the_hub_is_sampled_as_its_run_says(
 ) -> None:
     folder = copy_of(wan1)
     (folder / "wandistiller.json").write_text(json.dumps(FEW | {"num_frames": 9}))
+    for file in [file for file in folder.rglob("*") if file.is_file()]:
+        if not any(fnmatchcase(str(file.relative_to(folder)), one) for one in CONFIG_FILES):
+            file.unlink()  # only these are fetched
     hub_cache(tmp_path / "hub", "me/student", folder, "main")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     facts = read_candidate("me/student").facts
