@@ -84,5 +84,6 @@ def background_run(words: list[str], log: Path, **env: str) -> Iterator[Backgrou
         yield running
     finally:
         for pid in running.processes():
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # the end of another has ended it
+                os.kill(pid, signal.SIGKILL)
         running.process.wait()
