@@ -2,8 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, replace
-from operator import add
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from wandistiller.engine.engine_config import EngineConfig
@@ -27,7 +26,7 @@ class Bytes:
     """Page-locked part of `host`."""
 
     def __add__(self, other: "Bytes") -> "Bytes":
-        return Bytes(*map(add, astuple(self), astuple(other)))
+        return Bytes(*(getattr(self, kind) + getattr(other, kind) for kind in Bytes.__slots__))
 
 
 def one_at_a_time(engines: list[Bytes]) -> Bytes:
