@@ -7,6 +7,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
+from wandistiller.batch import STUDENT
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.start import Start
 from wandistiller.data.buckets import make_buckets
@@ -238,12 +239,21 @@ class Job:
     @property
     def needs_latents(self) -> bool:
         """True if clean latents are used: for the losses, or to measure the teacher."""
-        return self.objective.needs_latents or self.needs_measuring
+        return bool(self.updates_with_latents)
 
     @property
     def updates(self) -> int:
         """Updates of all roles in the whole run; each has a global batch of its own."""
         return self.objective.first_update(self.run.max_steps)
+
+    @property
+    def updates_with_latents(self) -> range:
+        """Numbers of the updates whose samples need clean latents: all, the student's own, or none."""
+        objective, every = self.objective, len(self.objective.updates)
+        if self.needs_measuring or any(map(objective.needs_latents, objective.others)):
+            return range(self.updates)
+        first = objective.first_update(0) + every - 1
+        return range(first, self.updates if objective.needs_latents(STUDENT) else first, every)
 
     @property
     def branches(self) -> int:

@@ -64,6 +64,7 @@ class SampleSelection:
     def __init__(self, samples: AllSamples, *, seed: int, global_batch: int, steps: int):
         self.samples, self._groups, self._seed = samples, list(samples.groups.values()), seed
         self._order = SampleOrder([len(group) for group in self._groups], seed, global_batch)
+        self._global_batch = global_batch
         used = zip(self._groups, self._order.used_members(steps), strict=True)
         self.numbers = [int(n) for group, members in used for n in np.sort(group[members.numpy()])]
         """All samples of the run, unusable ones included."""
@@ -76,6 +77,11 @@ class SampleSelection:
         group, member = self._order.locate(sample_index)
         number = int(self._groups[group][member])
         return self._instead.get(number, number)
+
+    def used_in(self, steps: Iterable[int]) -> set[int]:
+        """Return the numbers of the samples of these optimizer steps."""
+        size = self._global_batch
+        return {self.number_at(step * size + slot) for step in steps for slot in range(size)}
 
     def replace(self, unusable: Iterable[int]) -> list[int]:
         """Replace samples for the rest of the run; return the numbers that were not used before.
@@ -120,21 +126,22 @@ class CachedData:
         sample_items: list[PromptItem],
         *,
         measured: Measured,
-        has_latents: bool = True,
+        with_latents: set[int],
     ):
         """Serve `samples`, the run's own by number, from the caches that hold them.
 
         Args:
             sample_items: what pictures are drawn of.
-            has_latents: False if only text is cached.
+            with_latents: numbers of the samples of which more than the conditioning is cached.
         """
-        self.sample_items, self.measured, self.has_latents = sample_items, measured, has_latents
+        self.sample_items, self.measured = sample_items, measured
+        self.has_latents = bool(with_latents)
         self.selection, self._latents, self._conditions = selection, latents, conditions
         self._keys = {n: (latents.key(s), conditions.key(s)) for n, s in samples.items()}
         by_size: dict[Size, list[int]] = {}
-        for number in selection.shuffled(samples):
+        for number in selection.shuffled(n for n in samples if n in with_latents):
             by_size.setdefault(samples[number].size, []).append(number)
-        self._common = max(by_size.values(), key=len)
+        self._common = max(by_size.values(), key=len, default=[])
 
     def item_at(self, sample_index: int) -> PromptItem:
         """Return the prompt, and the medium if there is one, at a global index."""

@@ -133,10 +133,9 @@ class Term(ABC):
         """Mean number of the student's forward passes without gradient for a micro-step of each update."""
         return 0
 
-    @property
-    def needs_latents(self) -> bool:
-        """True if cached latents are used."""
-        return not self.samples
+    def needs_latents(self, role: str) -> bool:
+        """Return whether an update of a role reads cached latents."""
+        return role == STUDENT and not self.samples
 
     @property
     def sampling_steps(self) -> int | None:

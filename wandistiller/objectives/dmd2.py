@@ -287,9 +287,8 @@ class Dmd2(TermOnSamples, TermWithRoles):
     def with_warmup(self) -> "Dmd2":
         return replace(self, critic_updates=self.critic_updates + self.critic_warmup, critic_warmup=0)
 
-    @property
-    def needs_latents(self) -> bool:
-        return self.gan > 0
+    def needs_latents(self, role: str) -> bool:
+        return role != STUDENT and self.gan > 0
 
     @property
     def trained_expert(self) -> Expert | None:

@@ -228,9 +228,9 @@ class Objective:
         place = update - len(self.warmup)
         return self.warmup[update] if place < 0 else self.updates[place % len(self.updates)]
 
-    @property
-    def needs_latents(self) -> bool:
-        return any(term.needs_latents for term in self.terms)
+    def needs_latents(self, role: str) -> bool:
+        """Return whether an update of a role reads cached latents."""
+        return any(term.needs_latents(role) for term in self._terms(role))
 
     def student_calls(self, schedule: FlowSchedule) -> float:
         """Mean number of the student's forward passes without gradient for a micro-step of each update."""

@@ -91,12 +91,13 @@ def _cache(job: Job, accelerator: bool) -> int:
     samples = job.epoch
     used = min(samples, job.updates * job.batch.total)
     from_prompts = int(items.made.sum()) * run.rollouts_per_prompt / samples
-    path = from_prompts * run.rollout_steps if job.keeps_path else 0
+    made = from_prompts * min(samples, len(job.updates_with_latents) * job.batch.total)
+    states = made * (1 + run.rollout_steps * job.keeps_path) + used * (1 - from_prompts)
     x0 = 4 * max(math.prod(job.folder.latent_shape(*astuple(size))) for size in (job.size, *job.buckets))
     prompts = [items[i].prompt for i in range(0, len(items), 1 + len(items) // 1000)]
     tokens = sum(min(TEXT_TOKENS, 1 + len(prompt.encode()) / 4) for prompt in prompts) / len(prompts)
     state = text_config(job.folder.path)["d_model"] * (2 if accelerator else 4)
-    latents = used * x0 * (1 + path) if job.needs_latents else 0
+    latents = states * x0 if job.needs_latents else 0
     starts = 4 * student_network(job).trained_numel * len(starts_to_prepare(job))
     frames = 0
     if (config := job.folder.config).takes_image:  # most of it is what is joined to latents

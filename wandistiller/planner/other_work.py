@@ -77,11 +77,12 @@ class _OtherWork:
         self.job, self.rates, self.step = job, rates, StepTime(job, machine, rates)
 
     def rollouts(self) -> float:
-        """Rollouts beyond those of the stages before."""
-        number, making = rollouts_of(self.job), self.job.rollouts.making
-        same = (stage for stage in _before(self.job) if stage.rollouts.making == making)
-        left = number - max(map(rollouts_of, same), default=0)
-        return self.step.rollouts() * left / number if left > 0 else 0.0
+        """Rollouts beyond those of the stages before, whose updates draw from the same first samples."""
+        making = self.job.rollouts.making
+        same = [stage for stage in _before(self.job) if stage.rollouts.making == making]
+        drawn = rollouts_of(self.job, self.job.updates)
+        there = (rollouts_of(s) / max(drawn, rollouts_of(s, s.updates), 1) for s in same)
+        return self.step.rollouts() * (1 - max(there, default=0))
 
     def measurements(self) -> Iterator[Work]:
         """Calls on the calibration samples, which all ranks make alike, without guidance."""

@@ -115,10 +115,14 @@ def _shares(job: Job) -> dict[Latent, float]:
     return {latent: share for latent, share in shares.items() if share}
 
 
-def rollouts_of(job: Job) -> int:
-    """Return the number of the run's samples that the teacher makes, of prompts without media."""
+def rollouts_of(job: Job, updates: int | None = None) -> int:
+    """Return the number of samples of prompts without media in the run, of all updates that read latents.
+
+    Args:
+        updates: their number, if it is another.
+    """
     samples = int(job.items.made.sum()) * job.run.rollouts_per_prompt
-    return min(samples, job.updates * job.batch.total) if job.needs_latents else 0
+    return min(samples, (len(job.updates_with_latents) if updates is None else updates) * job.batch.total)
 
 
 @once_for_each

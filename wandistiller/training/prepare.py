@@ -84,7 +84,8 @@ def prepare(job: Job, ranks: Ranks = ALONE) -> tuple[CachedData, Conditions, Tea
     items = [s.item for s in samples.values()] + sample_items
     set_activity("encoding the prompts")
     conditions.text.fill([item.prompt for item in items] + [job.run.negative_prompt])
-    made = {latents.key(s): s for s in samples.values() if not s.item.media} if job.needs_latents else {}
+    with_latents = _with_latents(job, selection, samples)
+    made = {latents.key(s): s for n, s in samples.items() if n in with_latents and not s.item.media}
     prepare_full_starts(job)
     teacher = None
     if latents.lacks_rollouts(made):
@@ -99,7 +100,7 @@ def prepare(job: Job, ranks: Ranks = ALONE) -> tuple[CachedData, Conditions, Tea
         conditions,
         sample_items,
         measured=Measured(job.cache / "measured" / teachers),
-        has_latents=job.needs_latents,
+        with_latents=with_latents,
     )
     return data, conditions, teacher
 
@@ -134,6 +135,14 @@ def _select(
             raise ConfigError(str(error), *_messages(why, f"All are in {job.output / SKIPPED}.")) from None
     _report(job, found)
     return selection, {n: samples[n] for n in selection.used()}, found
+
+
+def _with_latents(job: Job, selection: SampleSelection, samples: dict[int, Sample]) -> set[int]:
+    """Return the numbers of the samples that have latents: media, and those of updates that read them."""
+    updates = job.updates_with_latents
+    if not updates or len(updates) == job.updates:
+        return set(samples) if updates else set()
+    return selection.used_in(updates) | {n for n, s in samples.items() if s.item.media}
 
 
 def _encode(

@@ -169,6 +169,24 @@ def test_only_the_samples_of_the_run_s_steps_are_encoded(tmp_path: Path, wan1: P
     assert stored["text"] - stored["latents"] == pictures | {""}
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_the_teacher_samples_only_for_the_updates_that_read_its_samples(tmp_path: Path, wan1: Path) -> None:
+    """Of each step's three updates the student's, the third."""
+    prompts = [f"a red circle {i}" for i in range(5000)]
+    (tmp_path / "p.txt").write_text("\n".join(prompts))
+    dmd2 = {"name": "dmd2", "sampler": "renoise", "critic_updates": 2}
+    given = a_run(tmp_path, wan1, data_path=str(tmp_path / "p.txt"), max_steps=2)
+    run = read_job(RunConfig(**given | {"objective": [dmd2, {"name": "consistency"}], "buckets": None}), 1)
+    data, _, _ = prepare(run)
+    of_student = [update * 8 + slot for update in (2, 5) for slot in range(8)]
+    names = set()
+    for file in (tmp_path / "out_cache" / "latents").rglob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            names |= {about for key, about in opened.metadata().items() if not key.startswith("crc32 ")}
+    assert names == {data.item_at(i).prompt for i in of_student} and len(names) == 16
+    assert data.x0(of_student[:8]).shape == data.examples(list(range(8)))[0].shape
+
+
 def selection(kinds: list[MediaType], sizes: list[int], steps: int = 50) -> SampleSelection:
     """Of items with media in groups by `sizes`."""
     items = PromptDataset(lambda row: None, kinds, range(len(kinds)))

@@ -118,6 +118,17 @@ def test_of_more_rollouts_of_each_prompt_those_of_an_earlier_stage_are_there(pub
     assert found[0] > 0 and found[1] == pytest.approx(found[0])
 
 
+def test_of_a_sum_with_dmd2_the_rollouts_of_the_student_s_updates_alone_are_made(published: Path) -> None:
+    """5 steps of 8 samples read 40 of the 120 that 15 updates draw; the first 80 of those are there."""
+    joint = [{"name": "dmd2", "sampler": "renoise", "critic_updates": 2}, {"name": "consistency"}]
+    plain = {"objective": {"name": "consistency", "steps": 4}}
+    more = {"rollouts_per_prompt": 100, "max_steps": 5}
+    first, later = stages(published, more | {"objective": joint}, **plain | more | {"max_steps": 10})
+    (alone,) = stages(published, **more | {"objective": joint})
+    made = [seconds(run)["the teacher's rollouts"] for run in (first, alone, later)]
+    assert made == pytest.approx([made[0], made[0] / 2, made[0] / 2 / 3])
+
+
 def test_the_teacher_s_pictures_of_an_earlier_stage_are_not_counted_again(published: Path) -> None:
     """Of few steps there are two of each prompt."""
     runs = stages(published, {}, FEW, FEW, {"sample_steps": 20})
