@@ -140,6 +140,12 @@ def one_rank() -> Iterator[torch.device]:
 
 
 @pytest.fixture(autouse=True)
+def own_random_numbers() -> None:
+    """What a test draws does not depend on the tests before it."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def as_many_threads_as_before() -> Iterator[None]:
     """A teacher in CPU memory takes all cores, and the last bit of a sum depends on the number of threads."""
     yield
