@@ -14,6 +14,7 @@ TESTS = Path(__file__).parent
 sys.path[:0] = [str(TESTS / "helpers"), str(TESTS.parent)]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network
+os.environ["no_proxy"] = os.environ["NO_PROXY"] = "*"  # servers of tests are on this machine
 
 import pytest
 import torch
@@ -136,6 +137,12 @@ def one_rank() -> Iterator[torch.device]:
     collectives.destroy()
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def own_random_numbers() -> None:
+    """What a test draws does not depend on the tests before it."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """Networks whose activations are measured, and the peak of the CPU's allocator; also called on ranks."""
 
+import gc
 import time
 from collections.abc import Callable
 from itertools import accumulate
@@ -59,6 +60,7 @@ def predict(model: torch.nn.Module, samples: int = MICRO) -> torch.Tensor:
 def peak_bytes(run: Callable[[], object]) -> int:
     """The most bytes that are allocated at once on the CPU while `run` runs."""
     run()  # what is allocated once
+    gc.collect()  # or what other tests left may be freed in between
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     events = profiler.profiler.kineto_results.events()

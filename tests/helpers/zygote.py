@@ -13,8 +13,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -136,6 +137,15 @@ def _take_async_io_of_cpus() -> None:
     installed_ops["async_io"] = True  # no nvcc is asked for
 
 
+def _threads() -> list[str]:
+    """The names of this process's threads."""
+    found = []
+    for file in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # it has just ended
+            found.append(file.read_text().strip())
+    return found
+
+
 def _serve() -> None:
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  deepspeed 0.19.8 does so while it builds an optimizer
     from deepspeed.ops.op_builder import CPUAdamBuilder
@@ -151,8 +161,11 @@ def _serve() -> None:
     _plan_usual_runs()
 
     gc.freeze()  # imported objects are never garbage; scanning them again takes each rank a second or more
-    if len(threads := [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]) > 1:
-        raise RuntimeError(f"a library has started a thread, which a fork would lose: {threads}")
+    until = time.monotonic() + 30
+    while len(threads := _threads()) > 1:  # one may be about to end, as that of matplotlib's list of fonts
+        if time.monotonic() > until:
+            raise RuntimeError(f"a library has started a thread, which a fork would lose: {threads}")
+        time.sleep(0.1)
     for line in sys.stdin:
         words, cwd, ranks = json.loads(line)
         children = []

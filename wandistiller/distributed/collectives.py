@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -73,7 +72,7 @@ def init(log_level: str = "info") -> None:
     __compatible_ops__["deepspeed_shm_comm"] = False
     if "RANK" not in os.environ:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        os.environ.update(alone | {"MASTER_PORT": _free_port()})
+        os.environ.update(alone | {"MASTER_PORT": "0"})  # any that is free
     gpus.take_gpu()
     if not dist.is_initialized():
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -124,6 +123,7 @@ def _meeting_store() -> Store:
     own = rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     how = {"wait_for_workers": False, "multi_tenant": True}
     store = TCPStore(host, port, world_size(), own, MEETING_TIMEOUT, **how)
+    os.environ["MASTER_PORT"] = f"{store.port}"
     # torchrun's keeps what ranks wrote before `--max_restarts` started them again (torch 2.13)
     return dist.PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
@@ -159,12 +159,6 @@ def _common_store(meeting: Store) -> TCPStore:
         meeting.set("watchdog", f"{own.port}")
         return own
     return open_store(rank(), world_size(), host, int(meeting.get("watchdog")))
-
-
-def _free_port() -> str:
-    with socket.socket() as probe:  # torch's own looks on localhost, which may be ::1 (torch 2.13)
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def gather_problems(problems: list[str]) -> list[str]:

@@ -181,11 +181,14 @@ def _is_adopted(parent: int) -> bool:
     """Return whether `parent` is what the system gives to a process that has lost its own.
 
     That is process 1, or a user's systemd. But process 1 may have started this one: as a launcher, which is a
-    Python program, or as the first of a container for this rank alone, right after its own start.
+    Python program, or as the first of a container for this rank alone, right after its own start. Process 2
+    is its child whatever the time between, as there was no other that could have started it.
     """
     program = _command_line(parent).partition("\0")[0].rpartition("/")[2]
     if parent != 1 or program.startswith("python"):
         return program == "systemd"
+    if os.getpid() == 2:
+        return False
     with suppress(psutil.Error):  # process 1 may be hidden
         first, own = (psutil.Process(pid).create_time() for pid in (1, os.getpid()))
         return own - first > ONE_START

@@ -167,6 +167,7 @@ class PeakMemory:
 
     def __init__(self) -> None:
         gc.collect()
+        memory_usage.trim()
         empty_cache()
         self._held = {"host": memory_usage.read().host}
         if on_accelerator():

@@ -9,12 +9,13 @@ from wandistiller.distributed import collectives, watchdog
 
 
 def _ready(lost: float, gone: float) -> list[int]:
-    """Shorten the watch's times; return the ranks' processes."""
+    """Shorten the watch's times; return the ranks' processes, all of which have been heard of."""
     watchdog.POLL_SECONDS, watchdog.HEARTBEAT_SECONDS, watchdog.GRACE_SECONDS = 0.1, 0.1, 0.3
-    watchdog.LOST_SECONDS, watchdog.GONE_SECONDS = lost, gone
     pids = collectives.gather_objects(os.getpid())
+    while len(collectives.watchdog._beats) < (1 if collectives.rank() else len(pids)):
+        time.sleep(0.05)
     collectives.barrier()
-    time.sleep(1.2)  # all have been heard of, at the first and slower poll
+    watchdog.LOST_SECONDS, watchdog.GONE_SECONDS = lost, gone
     return pids
 
 

@@ -5,7 +5,7 @@ import socket
 import sys
 
 import pytest
-from ranks import run
+from ranks import free_port, run
 
 from wandistiller.distributed.launchers import (
     COUNTED,
@@ -59,9 +59,8 @@ def test_a_rank_without_its_world_is_named() -> None:
 
 def test_a_port_in_use_is_named_on_rank_0_with_the_flag_for_another_but_not_under_torchrun() -> None:
     with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
+        other.bind(("127.0.0.1", port := free_port()))  # which nothing takes when it is free again
         other.listen()
-        port = other.getsockname()[1]
         env = RIGHT | {"RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": str(port)}
         (problem,) = environment_problems(env)
         assert f"port {port} of this machine" in problem and f"--master_port {port + 1}" in problem

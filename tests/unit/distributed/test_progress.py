@@ -14,6 +14,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from background_run import PATIENCE
 
 from wandistiller.distributed import progress
 from wandistiller.distributed.progress import Progress, speed
@@ -118,7 +119,7 @@ def test_a_long_silence_is_broken_by_what_goes_on(
     monkeypatch.setattr(progress, "SILENCE_SECONDS", 0.0)
     set_activity("compiling")
     ended = progress.break_silence()
-    until = time.monotonic() + 20
+    until = time.monotonic() + PATIENCE
     while "compiling: " not in caplog.text and time.monotonic() < until:
         time.sleep(0.05)
     ended.set()

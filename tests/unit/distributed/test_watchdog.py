@@ -21,25 +21,25 @@ def test_ranks_that_were_suspended_together_go_on_after_any_time() -> None:
 
 def test_a_rank_that_never_goes_on_ends_the_others_after_the_stated_time() -> None:
     with pytest.raises(AssertionError) as failed:
-        call(never_goes_on, 0.6, 1.0, ranks=2)
+        call(never_goes_on, 3.0, 5.0, ranks=2)
     text = str(failed.value)
     assert "exit codes [1, -9]" in text
-    assert "Rank 1 has been silent for 1 s: is it suspended? After 1 s the run ends." in text
+    assert "Rank 1 has been silent for 3 s: is it suspended? After 5 s the run ends." in text
     assert "because of rank 1. Rank 1 is gone" in text
 
 
-def ends(number: int, when: str) -> str:
+def ends(number: int, when: str, folder: Path) -> str:
     """Exit codes and output of three ranks of which one fails."""
     with pytest.raises(AssertionError) as failed:
-        program(Path(absent.__file__), str(number), when, ranks=3)
+        program(Path(absent.__file__), folder, str(number), when, ranks=3)
     return str(failed.value)
 
 
 @pytest.mark.parametrize("number", [0, 2])
 def test_a_rank_that_fails_before_the_ranks_have_met_is_named_by_the_others_after_the_stated_time(
-    number: int,
+    number: int, tmp_path: Path
 ) -> None:
-    text = ends(number, "before they meet")
+    text = ends(number, "before they meet", tmp_path)
     codes = [absent.CODE if rank == number else 1 for rank in range(3)]
     assert f"exit codes {codes}" in text
     where = rf"waiting for all 3 ranks at 127\.0\.0\.1:\d+; because of rank {number}"
@@ -48,6 +48,8 @@ def test_a_rank_that_fails_before_the_ranks_have_met_is_named_by_the_others_afte
     assert told == [str(rank) for rank in range(3) if rank != number]
 
 
-def test_a_rank_that_is_lost_between_the_meeting_and_the_first_collective_ends_the_others() -> None:
-    text = ends(2, "after they have met")
+def test_a_rank_that_is_lost_between_the_meeting_and_the_first_collective_ends_the_others(
+    tmp_path: Path,
+) -> None:
+    text = ends(2, "after they have met", tmp_path)
     assert f"exit codes [1, 1, {absent.CODE}]" in text and "because of rank 2. Rank 2 is gone" in text

@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import planned
@@ -107,7 +108,7 @@ def test_a_disk_that_is_too_small_is_logged_before_anything_is_written(
 
 MEMORY = Path("/dev/shm")
 other_disk = pytest.mark.skipif(
-    not MEMORY.is_dir() or disk(MEMORY) == disk(Path("/tmp")), reason="no second disk"
+    not MEMORY.is_dir() or disk(MEMORY) == disk(Path(gettempdir())), reason="no second disk"
 )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from background_run import PATIENCE
 from recipes import recipe, student_engine
 from slow_cases import slow_but
 from trainers import trainer_of
@@ -14,9 +15,6 @@ from wandistiller.batch import STUDENT
 from wandistiller.experts import Expert
 from wandistiller.training.ahead import ReadAhead
 from wandistiller.training.trainer import Trainer
-
-TOGETHER = 30
-"""Seconds that one thread waits for the other before a test fails."""
 
 
 def read(update: int, micro: int) -> tuple[int, int]:
@@ -43,7 +41,7 @@ def test_the_next_samples_are_read_before_they_are_asked_for() -> None:
     there = threading.Event()
     reads = ReadAhead(lambda update, _: there.set() if update == 2 else None, 1, updates=3, depth=2)
     reads(0, 0)
-    assert there.wait(TOGETHER)
+    assert there.wait(PATIENCE)
 
 
 def test_an_error_in_reading_ahead_is_raised_where_the_samples_are_needed() -> None:
@@ -104,7 +102,7 @@ def test_while_adam_updates_the_weights_the_teacher_predicts_for_the_next_update
 
     def waits(*settings_and_tensors: Any) -> None:
         predicted.clear() if not met else None
-        met.append(predicted.wait(TOGETHER))
+        met.append(predicted.wait(PATIENCE))
         update(*settings_and_tensors)
 
     monkeypatch.setattr(adam, "adam_update", waits)

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import re
 import threading
 import time
 from pathlib import Path
@@ -65,4 +66,4 @@ def test_a_build_says_so_and_how_long_it_took_and_a_second_one_nothing(
         with sole_builder("cpu_adam"):
             (folder / "cpu_adam" / "cpu_adam.so").touch()
     first, last = caplog.messages
-    assert "cpu_adam is compiled into" in first and "cpu_adam took 0 s" in last
+    assert "cpu_adam is compiled into" in first and re.search(r"cpu_adam took \d+ s", last)
