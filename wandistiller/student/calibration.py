@@ -112,7 +112,7 @@ def measure(
         done = collectives.broadcast_object(sums.load(measured.read(name)) if is_owner else 0, owner)
     saved = time.monotonic()
     with ExitStack() as hooks, torch.no_grad():
-        if any("forward" in vars(block) for network in networks for block in network.blocks):
+        if any("forward" in vars(m) for network in networks for m in network.modules()):
             # blocks that were compiled in an earlier call see no hook inside of them (torch 2.13)
             hooks.enter_context(torch.compiler.set_stance("force_eager"))
         for network in networks:
