@@ -47,6 +47,7 @@ RUNS |= {
         ("replicated", {}, JOINT),
         ("streamed", STREAMED, JOINT),
         ("files", FILES, DMD2),
+        ("files, ahead", FILES, "velocity"),  # of the next update while the adapters are updated
         ("streamed in 8 bits", INT8, DMD2),
     )
 }

@@ -28,6 +28,7 @@ from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, loc
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.utils.system_memory import GIB
+from wandistiller.wan.context_parallel import whole_sequences
 from wandistiller.wan.loaded_components import Vae
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.sampling import denoise
@@ -147,7 +148,8 @@ class PlacedTeacher:
     def quantization_error(self, x0_BCFHW: Tensor, conditioning: Conditioning, seed: int) -> dict[str, float]:
         """Return the error of its velocities against those of unquantised weights, by band of sigma."""
         given = self._folder, self._placement, self._network, self._guidance
-        return quantization_error(*given, x0_BCFHW, conditioning, seed)
+        with whole_sequences(local_modules(without_guidance(self._network)).values()):  # on single frames
+            return quantization_error(*given, x0_BCFHW, conditioning, seed)
 
     def close(self) -> None:
         release_module_references(local_modules(without_guidance(self._network)).values())

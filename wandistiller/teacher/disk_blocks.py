@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wandistiller.distributed.device import make_current
 from wandistiller.teacher.block_source import BlockSource
 from wandistiller.teacher.stored_weights import parameters_of
 from wandistiller.utils.errors import ConfigError
@@ -28,7 +29,8 @@ class Slots:
         """The network and block that was called last."""
         self._free: list[Weights] | None = None
         self._held: dict[tuple[int, int], tuple[Weights, Future]] = {}
-        self._thread = ThreadPoolExecutor(1, "teacher_files")
+        # a thread begins on the first GPU, where going back to it would start CUDA, for half a GiB
+        self._thread = ThreadPoolExecutor(1, "teacher_files", initializer=make_current)
         self._streams = torch.get_device_module(device)
         self._copies = self._streams.Stream(device)
 

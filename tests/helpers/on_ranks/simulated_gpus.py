@@ -108,6 +108,22 @@ def free_teacher_in_use(folder: Path) -> int:
     return torch.cuda.memory_allocated()
 
 
+def gpus_of_reads(folder: Path) -> set[int]:
+    """Call a teacher whose blocks are read from its files; the GPUs whose streams were made current."""
+    made_current, set_stream = set(), torch.cuda.set_stream
+
+    def noted(stream: torch.cuda.Stream) -> None:
+        made_current.add(stream.device.index)
+        set_stream(stream)
+
+    torch.cuda.set_stream = noted
+    wan, device = open_wan(str(folder)), collectives.device()
+    teacher = build_teacher(wan, placement("files", "float32"))
+    x_BCFHW, text_BLD = torch.randn(1, 16, 1, 4, 4, device=device), torch.randn(1, 3, 32, device=device)
+    teacher.velocity(state(x_BCFHW, torch.full((1,), 0.5, device=device), text_BLD))
+    return made_current
+
+
 def encoded_text(folder: Path, room: int) -> tuple[Tensor, int]:
     """Text of a prompt by an encoder that has so much room on the GPU, and the bytes that it keeps there."""
     more = offload_kwargs(folder / "text_encoder", torch.bfloat16, room, folder, torch.device(GPU))

@@ -202,6 +202,17 @@ def test_sums_are_the_same_in_small_parts(
     assert torch.allclose(whole.stream_DD, parts.stream_DD, rtol=1e-5, atol=1e-7)
 
 
+def test_activations_of_blocks_that_were_compiled_in_an_earlier_call_are_measured() -> None:
+    network = small_transformer(1, 2).eval()
+    plain = measure([network], [lambda: predict(network)])
+    for block in network.blocks:
+        block.forward = torch.compile(block.forward, backend="eager")
+    predict(network)
+    measured = measure([network], [lambda: predict(network)])
+    assert measured.moments.keys() == plain.moments.keys()
+    assert torch.equal(measured.stream_DD, plain.stream_DD)
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_activations_that_were_summed_before_a_stop_are_not_computed_again(
     small: WanTransformer3DModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
