@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -177,9 +178,9 @@ def test_a_bfloat16_file_opens_with_the_config_beside_its_card(wan1: Path, tmp_p
     """Of a shape for which diffusers would take a published Wan's config."""
     teacher = open_wan(str(wan1))
     model = WanTransformer3DModel.from_pretrained(wan1, subfolder="transformer", torch_dtype=torch.bfloat16)
-    write_file(
-        tmp_path / "w.safetensors", original_state(model.state_dict(), False), "Wan", "a student", Facts()
-    )
+    state = original_state(model.state_dict(), False)
+    with ExitStack() as together:
+        write_file(tmp_path / "w.safetensors", state, "Wan", "a student", Facts(), together)
     write_original_card(tmp_path, about(teacher, tmp_path), "", ["w.safetensors"], False, "w.card")
     for dtype in (None, torch.bfloat16):
         file = str(tmp_path / "w.safetensors")
