@@ -218,6 +218,26 @@ def test_clips_have_distances_over_frames_and_over_clips_each_with_its_interval(
         assert distance["low"] <= distance["value"] <= distance["high"]
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_nothing_of_an_earlier_evaluation_lies_beside_a_later_one(wan1: Path, tmp_path: Path) -> None:
+    """Figures and tables are of one, even if the later one's picture cannot be written."""
+
+    def files(*flags: str) -> set[str]:
+        given = ["--teacher_path", wan1, "--quick", "--steps", "1", *flags]
+        evaluate(comparison(wan1, tmp_path, *given, prompts=PROMPTS[:2]))
+        return {file.name.removeprefix("evaluation") for file in tmp_path.glob("evaluation*")}
+
+    always = {".json", ".md", ".png"}
+    assert files("--num_frames", "5") == always | {"_frames.png", ".mp4"}
+    assert files() == always
+    (tmp_path / "evaluation.png").unlink()
+    (tmp_path / "evaluation.png" / "mine").mkdir(parents=True)
+    with pytest.raises(OSError, match="evaluation.png"):
+        files("--num_frames", "5")
+    figures, page = read_json(tmp_path / "evaluation.json"), (tmp_path / "evaluation.md").read_text()
+    assert "motion" in figures["student"] and "motion: change" in page
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 def test_several_numbers_of_steps_make_a_table_a_picture_and_a_chart(tmp_path: Path) -> None:
