@@ -26,6 +26,11 @@ def check_folder(target: Path) -> Path:
     """
     if problems := folder_problems("output", target):
         raise ConfigError(*problems)
+    if target.suffix == ".safetensors":
+        raise ConfigError(
+            f"the output {target}: is the name of a file, and this format is a folder. Name one, or give "
+            "--format original for files for ComfyUI."
+        )
     if target.is_dir() and (target.samefile(Path()) or os.path.ismount(os.path.realpath(target))):
         raise ConfigError(
             f"the output {target}: is the current folder, or a disk's, and would be replaced as a whole. "

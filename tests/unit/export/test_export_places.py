@@ -49,6 +49,15 @@ def test_a_disk_is_not_replaced() -> None:
         check_folder(Path("/dev/shm"))
 
 
+@pytest.mark.parametrize("adapter", [[], ["--adapter"]], ids=["pipeline", "lora"])
+def test_a_folder_gets_no_name_of_a_file_of_weights(
+    finished: Path, tmp_path: Path, adapter: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    file = tmp_path / "mine.safetensors"
+    assert main(["export", "--checkpoint", str(finished), "--output", str(file), *adapter]) == 2
+    assert "give --format original" in capsys.readouterr().err and not file.exists()
+
+
 def files_of(folder: Path, number: float, error: Exception | None = None) -> None:
     """Write the files of two experts, of which an error may be raised before the second."""
     with ExitStack() as together:
