@@ -309,6 +309,21 @@ def test_peak_memory_counts_what_is_held_inside_and_not_what_was_held_before() -
     assert before[0] == 1 and inside[0] == inside[-1] and 0.24 < memory.peak_gib()["host"] < 0.3
 
 
+def test_memory_that_earlier_work_has_freed_counts_when_it_is_taken_again() -> None:
+    """As that of a teacher, in pieces that the C library keeps, by the student after it."""
+
+    def pieces() -> list[torch.Tensor]:
+        return [torch.ones(2**14) for _ in range(3200)]  # 0.195 GiB
+
+    earlier = pieces()
+    kept = earlier.pop()  # above the freed ones in the heap
+    del earlier
+    memory = PeakMemory()
+    with memory.running():
+        again = pieces()
+    assert memory.peak_gib()["host"] > 0.15 and len(again) and len(kept)
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_all_that_is_wrong_with_the_parts_comes_at_once_and_then_what_does_not_go_together(
     wan1: Path, tmp_path: Path

@@ -168,6 +168,7 @@ class PeakMemory:
     def __init__(self) -> None:
         gc.collect()
         empty_cache()
+        memory_usage.trim()  # what came before has freed would be taken for the work, and not be counted
         self._held = {"host": memory_usage.read().host}
         if on_accelerator():
             self._held["gpu"] = held_memory().allocated
