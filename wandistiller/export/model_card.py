@@ -150,8 +150,11 @@ def _front_matter(source: Source, relation: str, folder: Path) -> tuple[str, boo
     hub_id = named if is_hub_id(named) else ""
     base = {"base_model": [hub_id], "base_model_relation": relation} if hub_id else {}
     terms = licence(teacher, hub_id)
-    if teacher and not hub_id and (file := teacher.path / terms.get("license_link", "")).is_file():
-        shutil.copyfile(file, folder / terms["license_link"])
+    link = Path(terms.get("license_link", ""))
+    inside = not (link.is_absolute() or ".." in link.parts)  # else a card could publish any file
+    if teacher and not hub_id and inside and (file := teacher.path / link).is_file():
+        shutil.copyfile(file, folder / link.name)
+        terms["license_link"] = link.name
     data = ModelCardData(
         library_name="diffusers",
         pipeline_tag="image-to-video" if source.facts.image_to_video else "text-to-video",

@@ -115,6 +115,27 @@ def test_an_unknown_licence_of_the_teacher_becomes_other_as_the_teacher(
     assert (tmp_path / "LICENSE").read_text() == "terms"
 
 
+@pytest.mark.parametrize("link", ["docs/LICENSE", "../LICENSE", "/{here}/LICENSE"])
+def test_of_licences_only_a_file_of_the_teacher_s_folder_is_copied_and_into_the_export_alone(
+    wan1: Path, copy_of: Any, tmp_path: Path, link: str
+) -> None:
+    """A link that leads out could publish any file of this machine, or replace one beside the export."""
+    folder, link = copy_of(wan1), link.replace("/{here}", str(tmp_path))
+    (folder / "docs").mkdir()
+    (export := tmp_path / "exports" / "mine").mkdir(parents=True)
+    (folder / "docs" / "LICENSE").write_text("terms")
+    (folder.parent / "LICENSE").write_text("private")
+    (export.parent / "LICENSE").write_text("mine")
+    (folder / "README.md").write_text(f"---\nlicense: other\nlicense_link: {link}\n---\n")
+    write_pipeline_card(export, about(open_wan(str(folder)), tmp_path), "")
+    found = {
+        str(file.relative_to(export.parent)): file.read_text() for file in export.parent.rglob("LICENSE")
+    }
+    said, inside = metadata_load(export / "README.md")["license_link"], link == "docs/LICENSE"
+    assert found == {"LICENSE": "mine"} | ({"mine/LICENSE": "terms"} if inside else {})
+    assert said == ("LICENSE" if inside else link)
+
+
 def test_a_card_without_a_licence_says_so(wan1: Path, tmp_path: Path) -> None:
     write_pipeline_card(tmp_path, about(open_wan(str(wan1)), tmp_path), "")
     text = (tmp_path / "README.md").read_text()
