@@ -12,6 +12,7 @@ from huggingface_hub.repocard import metadata_load
 
 from wandistiller.checkpoint import manifest
 from wandistiller.checkpoint.facts import Facts
+from wandistiller.config.start import recorded_stages
 from wandistiller.export.source import Source, clip, is_hub_id, sampler_in_words, without_places
 from wandistiller.flow import RENOISE
 from wandistiller.utils.errors import ConfigError
@@ -198,11 +199,15 @@ def _read_front_matter(card: Path) -> dict[str, Any]:
 def _evaluation(run: Path, source: Source) -> str:
     """The tables of OUTPUT/evaluation.md, if `evaluate` has run on this checkpoint's student.
 
-    An evaluation of an earlier version does not say of which; it is taken for one of the last checkpoint.
+    Of a last stage they are in the whole recipe's folder, too, where `evaluate` leaves them by default. An
+    evaluation of an earlier version does not say of which; it is taken for one of the last checkpoint.
     """
-    file, figures = run / "evaluation.md", run / "evaluation.json"
     last = next(iter(manifest.steps(source.folder.parent)), source.folder)
-    steps = read_json(figures).get("trained_steps") if figures.is_file() else None
-    is_own = steps == source.facts.max_steps if steps else source.folder.name == last.name
-    blocks = file.read_text(encoding="utf-8").split("\n\n") if is_own and file.is_file() else []
-    return "\n\n".join(block for block in blocks if block.startswith("|"))
+    places = [run, run.parent] if recorded_stages(run.parent)[-1:] == [run] else [run]
+    for file, figures in [(place / "evaluation.md", place / "evaluation.json") for place in places]:
+        steps = read_json(figures).get("trained_steps") if figures.is_file() else None
+        is_own = steps == source.facts.max_steps if steps else source.folder.name == last.name
+        if is_own and file.is_file():
+            blocks = file.read_text(encoding="utf-8").split("\n\n")
+            return "\n\n".join(block for block in blocks if block.startswith("|"))
+    return ""

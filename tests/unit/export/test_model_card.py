@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard
 from huggingface_hub.repocard import metadata_load
 from PIL import Image, ImageOps
 from published_wan import hub_cache
-from ranks import edit_json
+from ranks import edit_json, write_json
 from small_wan import IMAGE_FORMS, make_wan
 
 from wandistiller.checkpoint.facts import Facts
@@ -193,6 +193,19 @@ def test_the_card_of_a_checkpoint_has_the_picture_up_to_its_step_and_the_figures
     text = (evaluated / "export" / "README.md").read_text()
     assert (evaluated / "export" / "samples.png").read_text() == picture
     assert ("| 1 | 2 |" in text) == (step == (measured or 7))
+
+
+@pytest.mark.parametrize(
+    ("stage", "measured", "shown"), [("2_b", 5, True), ("2_b", 7, False), ("1_a", 5, False)]
+)
+def test_the_card_of_a_last_stage_has_the_figures_that_are_in_the_whole_recipe_s_folder(
+    stage: str, measured: int, shown: bool, wan1: Path, evaluated: Path
+) -> None:
+    (evaluated / "resolved").mkdir()
+    write_json(evaluated / "resolved" / "run.json", {"stages": [{"name": "a"}, {"name": "b"}]})
+    write_json(evaluated / "evaluation.json", {"trained_steps": measured})
+    write_pipeline_card(evaluated / "export", about(open_wan(str(wan1)), evaluated / stage), "")
+    assert ("| 1 | 2 |" in (evaluated / "export" / "README.md").read_text()) == shown
 
 
 def test_a_bfloat16_file_opens_with_the_config_beside_its_card(wan1: Path, tmp_path: Path) -> None:
