@@ -94,16 +94,22 @@ def replaced(target: Path) -> Iterator[Path]:
     A symbolic link stays, and the folder that it leads to is replaced.
     """
     target = Path(os.path.realpath(target))
-    temporary = target.with_name(f".{target.name}.tmp")
+    temporary, earlier = (target.with_name(f".{target.name}.{end}") for end in ("tmp", "old.tmp"))
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    yield temporary
-    open_as_umask_says(temporary)
-    flush_all(temporary)
-    if target.exists():
-        shutil.rmtree(target)
+    try:
+        yield temporary
+        open_as_umask_says(temporary)
+        flush_all(temporary)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)  # of a full disk
+        raise
+    shutil.rmtree(earlier, ignore_errors=True)
+    if target.exists():  # deleted afterwards, as that takes time, in which a kill would leave nothing
+        target.rename(earlier)
     temporary.rename(target)
     flush(target.parent)
+    shutil.rmtree(earlier, ignore_errors=True)
 
 
 def per_expert(file: Path, experts: list[str], expert: str) -> Path:

@@ -34,6 +34,19 @@ def test_an_export_to_a_symbolic_link_replaces_the_folder_that_it_leads_to(tmp_p
     assert sorted(os.listdir(tmp_path)) == ["large_disk", "student"]
 
 
+@pytest.mark.parametrize("error", [OSError("full"), KeyboardInterrupt()], ids=["full", "stopped"])
+def test_an_export_that_fails_leaves_the_earlier_one_and_nothing_else(
+    tmp_path: Path, error: BaseException
+) -> None:
+    export(tmp_path / "student", "1")
+    with pytest.raises(type(error)), replaced(tmp_path / "student") as new:
+        (new / "half").write_text("half")
+        raise error
+    assert [str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file()] == [
+        "student/wandistiller.json"
+    ]
+
+
 @pytest.mark.parametrize("name", [".", "../here"])
 def test_the_current_folder_is_not_replaced(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
