@@ -5,6 +5,7 @@ import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +18,13 @@ from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcesso
 from wandistiller.cli.evaluate import evaluate, read_evaluation
 from wandistiller.cli.parser import read as flags_of
 from wandistiller.data.dataset import PromptItem
+from wandistiller.evaluation import evaluator
 from wandistiller.evaluation.candidates import read_candidate
 from wandistiller.evaluation.clip import Clip
 from wandistiller.evaluation.draw_samples import Sampling, sample
 from wandistiller.evaluation.evaluator import Evaluation, bands
 from wandistiller.evaluation.metrics import METRICS, Metric
-from wandistiller.evaluation.pipelines import PeakMemory
+from wandistiller.evaluation.pipelines import DiffusersPipeline, PeakMemory
 from wandistiller.experts import Expert
 from wandistiller.tiny import shapes
 from wandistiller.utils.errors import ConfigError
@@ -299,6 +301,22 @@ def test_bands_are_cut_where_an_expert_takes_over(
     assert [b.start for b in cut] == edges[:-1] and [b.end for b in cut] == edges[1:]
     assert [b.expert for b in cut] == [LOW if teacher and b.end <= teacher else HIGH for b in cut]
     assert [b.student_expert for b in cut] == [LOW if student and b.end <= student else HIGH for b in cut]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_first_draw_in_a_process_which_loads_libraries_is_not_the_one_that_is_timed(
+    wan1: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, draw = [0.0], DiffusersPipeline.draw
+
+    def counted(*given: Any) -> torch.Tensor:
+        clock[0] += 2.0 if clock[0] else 100.0
+        return draw(*given)
+
+    monkeypatch.setattr(DiffusersPipeline, "draw", counted)
+    monkeypatch.setattr(evaluator, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    result = evaluate(comparison(wan1, tmp_path, "--teacher_path", wan1, prompts=PROMPTS[:2]))
+    assert [result[side]["seconds_per_sample"]["value"] for side in ("teacher", "student")] == [1.0, 1.0]
 
 
 def test_peak_memory_counts_what_is_held_inside_and_not_what_was_held_before() -> None:
