@@ -5,6 +5,7 @@ import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +18,13 @@ from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcesso
 from wandistiller.cli.evaluate import evaluate, read_evaluation
 from wandistiller.cli.parser import read as flags_of
 from wandistiller.data.dataset import PromptItem
+from wandistiller.evaluation import evaluator
 from wandistiller.evaluation.candidates import read_candidate
 from wandistiller.evaluation.clip import Clip
 from wandistiller.evaluation.draw_samples import Sampling, sample
 from wandistiller.evaluation.evaluator import Evaluation, bands
 from wandistiller.evaluation.metrics import METRICS, Metric
-from wandistiller.evaluation.pipelines import PeakMemory
+from wandistiller.evaluation.pipelines import DiffusersPipeline, PeakMemory
 from wandistiller.experts import Expert
 from wandistiller.tiny import shapes
 from wandistiller.utils.errors import ConfigError
@@ -218,6 +220,26 @@ def test_clips_have_distances_over_frames_and_over_clips_each_with_its_interval(
         assert distance["low"] <= distance["value"] <= distance["high"]
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_nothing_of_an_earlier_evaluation_lies_beside_a_later_one(wan1: Path, tmp_path: Path) -> None:
+    """Figures and tables are of one, even if the later one's picture cannot be written."""
+
+    def files(*flags: str) -> set[str]:
+        given = ["--teacher_path", wan1, "--quick", "--steps", "1", *flags]
+        evaluate(comparison(wan1, tmp_path, *given, prompts=PROMPTS[:2]))
+        return {file.name.removeprefix("evaluation") for file in tmp_path.glob("evaluation*")}
+
+    always = {".json", ".md", ".png"}
+    assert files("--num_frames", "5") == always | {"_frames.png", ".mp4"}
+    assert files() == always
+    (tmp_path / "evaluation.png").unlink()
+    (tmp_path / "evaluation.png" / "mine").mkdir(parents=True)
+    with pytest.raises(OSError, match="evaluation.png"):
+        files("--num_frames", "5")
+    figures, page = read_json(tmp_path / "evaluation.json"), (tmp_path / "evaluation.md").read_text()
+    assert "motion" in figures["student"] and "motion: change" in page
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 def test_several_numbers_of_steps_make_a_table_a_picture_and_a_chart(tmp_path: Path) -> None:
@@ -281,12 +303,43 @@ def test_bands_are_cut_where_an_expert_takes_over(
     assert [b.student_expert for b in cut] == [LOW if student and b.end <= student else HIGH for b in cut]
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_the_first_draw_in_a_process_which_loads_libraries_is_not_the_one_that_is_timed(
+    wan1: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, draw = [0.0], DiffusersPipeline.draw
+
+    def counted(*given: Any) -> torch.Tensor:
+        clock[0] += 2.0 if clock[0] else 100.0
+        return draw(*given)
+
+    monkeypatch.setattr(DiffusersPipeline, "draw", counted)
+    monkeypatch.setattr(evaluator, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    result = evaluate(comparison(wan1, tmp_path, "--teacher_path", wan1, prompts=PROMPTS[:2]))
+    assert [result[side]["seconds_per_sample"]["value"] for side in ("teacher", "student")] == [1.0, 1.0]
+
+
 def test_peak_memory_counts_what_is_held_inside_and_not_what_was_held_before() -> None:
     before = torch.ones(2**25)  # 128 MiB
     memory = PeakMemory()
     with memory.running():
         inside = torch.ones(2**26)  # 256 MiB
     assert before[0] == 1 and inside[0] == inside[-1] and 0.24 < memory.peak_gib()["host"] < 0.3
+
+
+def test_memory_that_earlier_work_has_freed_counts_when_it_is_taken_again() -> None:
+    """As that of a teacher, in pieces that the C library keeps, by the student after it."""
+
+    def pieces() -> list[torch.Tensor]:
+        return [torch.ones(2**14) for _ in range(3200)]  # 0.195 GiB
+
+    earlier = pieces()
+    kept = earlier.pop()  # above the freed ones in the heap
+    del earlier
+    memory = PeakMemory()
+    with memory.running():
+        again = pieces()
+    assert memory.peak_gib()["host"] > 0.15 and len(again) and len(kept)
 
 
 @pytest.mark.usefixtures("one_rank")

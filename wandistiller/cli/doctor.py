@@ -27,6 +27,7 @@ EXTRAS = {
     "peft": "for LoRA students: pip install peft",
     "torchao": 'for a teacher in 8 or 4 bits: pip install "torchao==0.18.*"',
     "av": "to read and write videos: pip install av",
+    "matplotlib": "for the charts of `report`: pip install matplotlib",
 } | {
     package: f"for the `{section}` section of a student JSON: pip install {package}"
     for section, (_, package) in MONITORS.items()

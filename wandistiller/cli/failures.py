@@ -66,7 +66,7 @@ class Failures:
             hints = self._advice(spent)
             for_launcher, printed = "\n".join([text, *hints]), "\n".join(hints) if first else ""
         elif refused := system_error(error):
-            code, text = STORAGE, f"error: {where}: {_in_words(refused)}"
+            code, text = STORAGE, f"error: {where}: {_in_words(refused, goes_on=bool(self._run))}"
         elif _lost_contact(error) and (notice := collectives.watchdog.who_failed()):
             code, text = notice.code, collectives.watchdog.message(notice)
         else:
@@ -118,10 +118,15 @@ def _lost_contact(error: BaseException) -> bool:
     )
 
 
-def _in_words(error: OSError) -> str:
-    """The failure, the file, and a remedy."""
+def _in_words(error: OSError, *, goes_on: bool) -> str:
+    """The failure, the file, and a remedy.
+
+    Args:
+        goes_on: it is a run, which has checkpoints.
+    """
+    then = "the same command then goes on from the last checkpoint" if goes_on else "give the command again"
     where = f"{error.filename}: " if error.filename else ""
     return (
         f"{where}{error.strerror or error}. A disk is full, or a file or folder went away or was changed "
-        "while the run used it. Fix that; the same command then goes on from the last checkpoint."
+        f"while it was used. Fix that; {then}."
     )

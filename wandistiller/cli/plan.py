@@ -24,7 +24,7 @@ from wandistiller.planner.machine import Machine, this_machine
 from wandistiller.planner.other_work import whole_run
 from wandistiller.planner.resolve_auto import HELPS, Choice, choices, chosen, left_open
 from wandistiller.planner.step_time import StepTime
-from wandistiller.utils.errors import ConfigError, problem
+from wandistiller.utils.errors import ConfigError, folder_problems, problem
 from wandistiller.utils.files import read_json, write_json
 from wandistiller.utils.logging import setup_logging
 from wandistiller.utils.system_memory import GIB
@@ -189,7 +189,8 @@ def _problems(flags: PlanFlags) -> list[str]:
         if flags.recommend and flags.recommend.exists():
             yield "recommend", "It is there already, and is not overwritten. Name a new file, or delete it."
 
-    return [problem("command line", key, getattr(flags, key), remedy) for key, remedy in wrong()]
+    problems = [problem("command line", key, getattr(flags, key), remedy) for key, remedy in wrong()]
+    return problems + (folder_problems("recommend", flags.recommend.parent) if flags.recommend else [])
 
 
 def described(flags: PlanFlags) -> Machine:

@@ -15,6 +15,7 @@ from wandistiller.distributed import collectives
 from wandistiller.distributed.device import make_deterministic
 from wandistiller.distributed.shutdown import STOP, stopping
 from wandistiller.engine.kernels import emulates_bf16
+from wandistiller.export.output import check_ends
 from wandistiller.planner.disk import fetch_problems, log_disk_use
 from wandistiller.planner.resolve_auto import resolved
 from wandistiller.planner.shortage import HELPS, Shortages, shortages
@@ -49,6 +50,9 @@ def run(command: str, flags: RunFlags, failures: Failures) -> None:
     with collectives.raise_on_all_ranks():
         if problems := same_latents_problems(stages):
             raise ConfigError(*problems)
+    with collectives.raise_on_all_ranks():
+        if command == "train" and first:
+            check_ends(stages, output)
     short = shortages(stages, preparing=command == "prepare")
     with collectives.raise_on_all_ranks():
         if refused := _refused(short, of_all):
@@ -112,6 +116,9 @@ def _dry_run(stages: list[Job], command: str) -> None:
                 with collecting(problems):
                     require_weights(job.folder)
         problems += same_latents_problems(stages)
+        if command == "train":
+            with collecting(problems):
+                check_ends(stages, whole_output(stages))
         short = shortages(stages, preparing=command == "prepare")
         refused = _refused(short, stages[0].run)
         if lacking := [*refused, *short.of_disk]:

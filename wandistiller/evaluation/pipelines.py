@@ -171,6 +171,7 @@ class PeakMemory:
         gc.collect()
         memory_usage.trim()
         empty_cache()
+        memory_usage.trim()  # what came before has freed would be taken for the work, and not be counted
         self._held = {"host": memory_usage.read().host}
         if on_accelerator():
             self._held["gpu"] = held_memory().allocated

@@ -25,6 +25,9 @@ SLOW = 0.8
 Shares = list[tuple[CandidateResult, CandidateResult, dict[int, Tensor]]]
 TIMES = {"seconds_per_sample": "seconds per sample", "denoising_seconds": "seconds of it denoising"}
 COSTS = {"parameters": "parameters"} | TIMES
+CURVE = "evaluation_steps.svg"
+NOT_ALWAYS = (CURVE, "evaluation_frames.png", "evaluation.mp4")
+"""Files that only an evaluation of several numbers of steps, or of clips, has."""
 PAGE = Path(__file__).with_name("report.md.jinja")
 
 
@@ -164,12 +167,6 @@ def write(settings: Evaluation, result: Evaluated, rows: dict[str, list[Tensor]]
     names = {"figures": "evaluation.json", "report": "evaluation.md", "picture": "evaluation.png"}
     files = {what: settings.output / name for what, name in names.items()}
     tables = markdown(result)
-    write_json(files["figures"], result)
-    if "by_steps" in result and (curve := quality_chart(result["by_steps"])):
-        files["curve"] = settings.output / "evaluation_steps.svg"
-        with atomic(files["curve"]) as temporary:
-            temporary.write_bytes(curve)
-    files |= write_pictures(settings, files["picture"], rows)
     page = render(
         PAGE,
         student=settings.student.name,
@@ -178,8 +175,16 @@ def write(settings: Evaluation, result: Evaluated, rows: dict[str, list[Tensor]]
         warnings=slow_motion(result),
         placed=bool(settings.placement),
     )
-    with atomic(files["report"]) as temporary:
+    write_json(files["figures"], result)
+    with atomic(files["report"]) as temporary:  # at once: whoever reads both finds one evaluation
         temporary.write_text(page, encoding="utf-8")
+    for name in NOT_ALWAYS:  # an earlier evaluation's would be shown as this one's
+        (settings.output / name).unlink(missing_ok=True)
+    if "by_steps" in result and (curve := quality_chart(result["by_steps"])):
+        files["curve"] = settings.output / CURVE
+        with atomic(files["curve"]) as temporary:
+            temporary.write_bytes(curve)
+    files |= write_pictures(settings, files["picture"], rows)
     return [f"{tables}\n", *slow_motion(result), *(f"{what:9} {file}" for what, file in files.items())]
 
 

@@ -1,6 +1,7 @@
 """Upload of an export to the Hugging Face hub."""
 
 import re
+import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,7 +50,7 @@ def push(exported: list[Path], repository: str, private: bool) -> str:
         inside = filter(Path.is_file, sorted(folder.rglob("*")))
         files = {str(file.relative_to(folder)): file for file in inside} | files
     api, options = HfApi(), " --private" * private
-    by_hand = " and ".join(f"`hf upload{options} {repository} {path}`" for path in exported)
+    by_hand = " and ".join(f"`hf upload{options} {repository} {shlex.quote(str(path))}`" for path in exported)
     where = ", ".join(map(str, exported))
     with _hub_errors(repository, f"The export is in {where}", f"{by_hand} uploads it as it is"):
         address = api.create_repo(repository, private=private, exist_ok=True)

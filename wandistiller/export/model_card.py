@@ -12,6 +12,7 @@ from huggingface_hub.repocard import metadata_load
 
 from wandistiller.checkpoint import manifest
 from wandistiller.checkpoint.facts import Facts
+from wandistiller.config.start import recorded_stages
 from wandistiller.export.source import Source, clip, is_hub_id, sampler_in_words, without_places
 from wandistiller.flow import RENOISE
 from wandistiller.utils.errors import ConfigError
@@ -150,8 +151,11 @@ def _front_matter(source: Source, relation: str, folder: Path) -> tuple[str, boo
     hub_id = named if is_hub_id(named) else ""
     base = {"base_model": [hub_id], "base_model_relation": relation} if hub_id else {}
     terms = licence(teacher, hub_id)
-    if teacher and not hub_id and (file := teacher.path / terms.get("license_link", "")).is_file():
-        shutil.copyfile(file, folder / terms["license_link"])
+    link = Path(terms.get("license_link", ""))
+    inside = not (link.is_absolute() or ".." in link.parts)  # else a card could publish any file
+    if teacher and not hub_id and inside and (file := teacher.path / link).is_file():
+        shutil.copyfile(file, folder / link.name)
+        terms["license_link"] = link.name
     data = ModelCardData(
         library_name="diffusers",
         pipeline_tag="image-to-video" if source.facts.image_to_video else "text-to-video",
@@ -195,11 +199,15 @@ def _read_front_matter(card: Path) -> dict[str, Any]:
 def _evaluation(run: Path, source: Source) -> str:
     """The tables of OUTPUT/evaluation.md, if `evaluate` has run on this checkpoint's student.
 
-    An evaluation of an earlier version does not say of which; it is taken for one of the last checkpoint.
+    Of a last stage they are in the whole recipe's folder, too, where `evaluate` leaves them by default. An
+    evaluation of an earlier version does not say of which; it is taken for one of the last checkpoint.
     """
-    file, figures = run / "evaluation.md", run / "evaluation.json"
     last = next(iter(manifest.steps(source.folder.parent)), source.folder)
-    steps = read_json(figures).get("trained_steps") if figures.is_file() else None
-    is_own = steps == source.facts.max_steps if steps else source.folder.name == last.name
-    blocks = file.read_text(encoding="utf-8").split("\n\n") if is_own and file.is_file() else []
-    return "\n\n".join(block for block in blocks if block.startswith("|"))
+    places = [run, run.parent] if recorded_stages(run.parent)[-1:] == [run] else [run]
+    for file, figures in [(place / "evaluation.md", place / "evaluation.json") for place in places]:
+        steps = read_json(figures).get("trained_steps") if figures.is_file() else None
+        is_own = steps == source.facts.max_steps if steps else source.folder.name == last.name
+        if is_own and file.is_file():
+            blocks = file.read_text(encoding="utf-8").split("\n\n")
+            return "\n\n".join(block for block in blocks if block.startswith("|"))
+    return ""

@@ -1,9 +1,10 @@
 """The files of an export: they appear whole, and replace an earlier export but nothing else."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from safetensors import safe_open
@@ -11,8 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from wandistiller.checkpoint.facts import Facts
+from wandistiller.config.job import Job
 from wandistiller.utils.errors import ConfigError, folder_problems
-from wandistiller.utils.files import atomic, flush, flush_all, open_as_umask_says
+from wandistiller.utils.files import atomic, delete_leftovers, flush, flush_all, open_as_umask_says
 from wandistiller.wan.lora_experts import FACTS
 
 
@@ -24,9 +26,20 @@ def check_folder(target: Path) -> Path:
     """
     if problems := folder_problems("output", target):
         raise ConfigError(*problems)
+    if target.suffix == ".safetensors":
+        raise ConfigError(
+            f"the output {target}: is the name of a file, and this format is a folder. Name one, or give "
+            "--format original for files for ComfyUI."
+        )
+    if target.is_dir() and (target.samefile(Path()) or os.path.ismount(os.path.realpath(target))):
+        raise ConfigError(
+            f"the output {target}: is the current folder, or a disk's, and would be replaced as a whole. "
+            "Name a folder in it."
+        )
     if target.is_dir() and any(target.iterdir()) and not (target / FACTS).is_file():
         raise ConfigError(
-            f"--output {target}: is a folder with something else in it. Name a new one, or an earlier export."
+            f"the output {target}: is a folder with something else in it. Move that away, or name a new "
+            "folder or an earlier export."
         )
     return target
 
@@ -39,12 +52,31 @@ def check_files(target: Path, files: list[Path]) -> Path:
     """
     if target.suffix != ".safetensors" or target.is_dir():
         raise ConfigError(
-            f"--output {target}: is no file name for weights. Write one that ends with .safetensors."
+            f"the output {target}: is no file name for weights. Write one that ends with .safetensors."
         )
     for file in files:
         if file.is_file() and not _is_ours(file):
-            raise ConfigError(f"--output {file}: is there, and no earlier export. Name another.")
+            raise ConfigError(
+                f"the output {file}: is there, and no earlier export. Move it away, or name another."
+            )
     return check_folder(target.with_suffix(".card"))
+
+
+def check_ends(stages: list[Job], output: Path) -> None:
+    """Check that runs can write their students when they end.
+
+    Args:
+        output: of the whole recipe, which gets those of its last stage.
+    Raises:
+        ConfigError: something else is there.
+    """
+    places = [(job, job.output) for job in stages if not job.is_spent]
+    for job, place in [*places, (stages[-1], output)]:
+        if job.bases:
+            experts, file = [expert.value for expert in job.student_experts], place / "lora.safetensors"
+            check_files(file, [per_expert(file, experts, expert) for expert in experts])
+        if not job.is_teachers_lora:
+            check_folder(place / "student")
 
 
 def _is_ours(file: Path) -> bool:
@@ -57,17 +89,27 @@ def _is_ours(file: Path) -> bool:
 
 @contextmanager
 def replaced(target: Path) -> Iterator[Path]:
-    """Yield a new folder, which takes `target`'s place, on the disk, when the block ends without an error."""
-    temporary = target.with_name(f".{target.name}.tmp")
+    """Yield a new folder, which takes `target`'s place, on the disk, when the block ends without an error.
+
+    A symbolic link stays, and the folder that it leads to is replaced.
+    """
+    target = Path(os.path.realpath(target))
+    temporary, earlier = (target.with_name(f".{target.name}.{end}") for end in ("tmp", "old.tmp"))
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    yield temporary
-    open_as_umask_says(temporary)
-    flush_all(temporary)
-    if target.exists():
-        shutil.rmtree(target)
+    try:
+        yield temporary
+        open_as_umask_says(temporary)
+        flush_all(temporary)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)  # of a full disk
+        raise
+    shutil.rmtree(earlier, ignore_errors=True)
+    if target.exists():  # deleted afterwards, as that takes time, in which a kill would leave nothing
+        target.rename(earlier)
     temporary.rename(target)
     flush(target.parent)
+    shutil.rmtree(earlier, ignore_errors=True)
 
 
 def per_expert(file: Path, experts: list[str], expert: str) -> Path:
@@ -77,12 +119,18 @@ def per_expert(file: Path, experts: list[str], expert: str) -> Path:
 
 
 def write_file(
-    file: Path, tensors: dict[str, Tensor], architecture: str, description: str, facts: Facts
+    file: Path,
+    tensors: dict[str, Tensor],
+    architecture: str,
+    description: str,
+    facts: Facts,
+    together: ExitStack,
 ) -> Path:
-    """Write one safetensors file, atomically, with the metadata that loaders and model managers read.
+    """Write one safetensors file with the metadata that loaders and model managers read.
 
     Args:
         architecture: as in https://github.com/Stability-AI/ModelSpec; a LoRA's ends with /lora.
+        together: when it ends without an error, the file takes its place, with the others that it has.
     """
     metadata = {
         "format": "pt",
@@ -93,6 +141,8 @@ def write_file(
         "modelspec.description": description,
         "wandistiller": json.dumps(facts.as_json()),
     }
-    with atomic(file) as temporary:
-        save_file(tensors, temporary, metadata)
+    delete_leftovers(file.parent, file.name)
+    temporary = together.enter_context(atomic(file))
+    save_file(tensors, temporary, metadata)
+    flush(temporary)  # so that the last file is not far behind the first
     return file

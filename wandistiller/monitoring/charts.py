@@ -99,8 +99,8 @@ def thinned(points: Sequence[tuple[float, float | None]]) -> list[tuple[float, f
 
 def smooth(points: Sequence[tuple[float, float | None]], window: int) -> list[tuple[float, float]]:
     """Replace each finite value by the mean of the last `window` of them."""
-    kept, total, means = finite(points), 0.0, []
-    for i, (x, y) in enumerate(kept):
-        total += y - (kept[i - window][1] if i >= window else 0.0)
-        means.append((x, total / min(i + 1, window)))
+    kept, means = finite(points), []
+    for i, (x, _) in enumerate(kept):  # a running sum would keep the rounding of one large value
+        last = kept[max(0, i + 1 - window) : i + 1]
+        means.append((x, sum(y for _, y in last) / len(last)))
     return means

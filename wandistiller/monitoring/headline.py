@@ -39,8 +39,16 @@ def headline(output: Path, run: Path, lines: Sequence[MetricsLine]) -> list[Figu
         side: {"parameters": number}
         for side, number in read_if_exists(run / "student_start.json").get("parameters", {}).items()
     }
-    right = _score(evaluated) or _error(evaluated) or _loss(lines)
-    return [right, *_small(known), _seconds(evaluated) or _not_measured(output)]
+    right = _score(evaluated) or _error(evaluated)
+    if right and (older := outdated(evaluated, lines)):
+        right = right._replace(label=f"{right.label}, {older}")
+    return [right or _loss(lines), *_small(known), _seconds(evaluated) or _not_measured(output)]
+
+
+def outdated(evaluated: Evaluated, lines: Sequence[MetricsLine]) -> str:
+    """Say after how many steps the student was evaluated, if the run has another number of them by now."""
+    steps, done = evaluated.get("trained_steps"), lines[-1]["step"]
+    return f"after {steps} of {done} steps" if steps and steps != done else ""
 
 
 def read_if_exists(file: Path) -> dict[str, Any]:

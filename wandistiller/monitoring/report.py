@@ -11,8 +11,8 @@ from wandistiller.config.start import recorded_stages
 from wandistiller.distributed.progress import clock
 from wandistiller.monitoring import environment
 from wandistiller.monitoring.alarms import FILE, HINTS
-from wandistiller.monitoring.charts import Chart, Line, require_matplotlib, smooth, svg
-from wandistiller.monitoring.headline import SIDES, headline, read_if_exists
+from wandistiller.monitoring.charts import Chart, Line, finite, require_matplotlib, smooth, svg
+from wandistiller.monitoring.headline import SIDES, headline, outdated, read_if_exists
 from wandistiller.monitoring.metrics import SAMPLES, MetricsLine, read_lines
 from wandistiller.utils.errors import ConfigError, readable
 from wandistiller.utils.files import atomic
@@ -75,7 +75,7 @@ def report(output: Path) -> Path:
         name=output.resolve().name,
         figures=headline(output, last, runs[last]),
         runs=[_of_run(run, lines) for run, lines in runs.items()],
-        whole={"evaluation": _evaluation(output)} | _of_start(output) if stages else None,
+        whole={"evaluation": _evaluation(output, runs[last])} | _of_start(output) if stages else None,
     )
     with atomic(file) as temporary:
         temporary.write_text(page, encoding="utf-8")
@@ -92,7 +92,7 @@ def _of_run(output: Path, lines: list[MetricsLine]) -> dict[str, Any]:
         "summary": _summary(output, lines),
         "alarms": alarms,
         "samples": _samples(output),
-        "evaluation": _evaluation(output),
+        "evaluation": _evaluation(output, lines),
         "charts": [(c.title, _address(svg(c), "image/svg+xml")) for c in run_charts(output, lines).values()],
         "hints": hints,
         "memory": _memory_by_phase(output),
@@ -131,10 +131,10 @@ def run_charts(output: Path, lines: list[MetricsLine]) -> dict[str, Chart]:
         of = {side: [(one["step"], one[key].get(side)) for one in samples if key in one] for side in SIDES}
         charts[key] = Chart(title, unit, [Line(side, points) for side, points in of.items()])
     unit = "squared, over the teacher's squared"
-    charts["error_by_sigma"] = Chart("velocity error by sigma", unit, _errors(output), True)
+    charts["error_by_sigma"] = Chart("velocity error by sigma", unit, _errors(output, lines), True)
     charts["importance"] = Chart("importance by block", "velocity error without it", _importance(output))
     for chart in charts.values():
-        chart.lines[:] = [line for line in chart.lines if line.points]
+        chart.lines[:] = [line for line in chart.lines if finite(line.points)]
     return {name: chart for name, chart in charts.items() if chart.lines}
 
 
@@ -147,15 +147,16 @@ def _memory_lines(values: list[tuple[int, dict[str, dict[str, list[float]]]]]) -
     ]
 
 
-def _errors(output: Path) -> list[Line]:
+def _errors(output: Path, lines: list[MetricsLine]) -> list[Line]:
     """Return the squared velocity errors before training, whose file has the roots, and as evaluated."""
     start = read_if_exists(output / "student_start.json").get("relative_velocity_error_by_sigma", {})
-    end = read_if_exists(output / "evaluation.json").get("relative_velocity_error", {}).get("bands", {})
+    figures = read_if_exists(output / "evaluation.json")
+    end, older = figures.get("relative_velocity_error", {}).get("bands", {}), outdated(figures, lines)
     squares = {band: error**2 for band, error in start.items()}
     evaluated = {band: estimate["value"] for band, estimate in end.items() if estimate["value"] is not None}
     return [
         Line("at the start, teacher without guidance", _stairs(squares)),
-        Line("evaluated, teacher with guidance", _stairs(evaluated)),
+        Line(f"evaluated{older and f' {older}'}, teacher with guidance", _stairs(evaluated)),
     ]
 
 
@@ -215,12 +216,15 @@ def _address(content: bytes, kind: str) -> str:
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
-def _evaluation(output: Path) -> dict[str, Any] | None:
+def _evaluation(output: Path, lines: list[MetricsLine]) -> dict[str, Any] | None:
     """Return the picture of an evaluation, and the tables and warnings of evaluation.md."""
     file, picture = output / "evaluation.md", output / "evaluation.png"
     if not file.is_file():
         return None
-    parts: list[dict[str, Any]] = []
+    older = outdated(read_if_exists(output / "evaluation.json"), lines)
+    parts: list[dict[str, Any]] = (
+        [{"warning": f"Of the student {older}: evaluate it again."}] if older else []
+    )
     for block in map(str.strip, file.read_text(encoding="utf-8").split("\n\n")):
         if block.startswith("|"):
             head, _, *rows = [line.strip().strip("|").split("|") for line in block.splitlines()]

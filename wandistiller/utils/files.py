@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -74,9 +75,13 @@ def scratch(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def delete_leftovers(folder: Path) -> None:
-    """Delete temporary files in `folder` of this machine's dead processes; other machines may share it."""
-    for half in folder.rglob(".*.tmp"):
+def delete_leftovers(folder: Path, name: str | None = None) -> None:
+    """Delete temporary files in `folder` of this machine's dead processes; other machines may share it.
+
+    Args:
+        name: of the file that they were for; None: all, in folders in it too.
+    """
+    for half in folder.rglob(".*.tmp") if name is None else folder.glob(f".{glob.escape(name)}.*.tmp"):
         *_, machine, pid, _ = ("", "", *half.name.split("."))
         if machine == _this_machine() and not Path(f"/proc/{pid}").exists():
             shutil.rmtree(half) if half.is_dir() else half.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from huggingface_hub import ModelCard
 from huggingface_hub.repocard import metadata_load
 from PIL import Image, ImageOps
 from published_wan import hub_cache
-from ranks import edit_json
+from ranks import edit_json, write_json
 from small_wan import IMAGE_FORMS, make_wan
 
 from wandistiller.checkpoint.facts import Facts
@@ -114,6 +115,27 @@ def test_an_unknown_licence_of_the_teacher_becomes_other_as_the_teacher(
     assert (tmp_path / "LICENSE").read_text() == "terms"
 
 
+@pytest.mark.parametrize("link", ["docs/LICENSE", "../LICENSE", "/{here}/LICENSE"])
+def test_of_licences_only_a_file_of_the_teacher_s_folder_is_copied_and_into_the_export_alone(
+    wan1: Path, copy_of: Any, tmp_path: Path, link: str
+) -> None:
+    """A link that leads out could publish any file of this machine, or replace one beside the export."""
+    folder, link = copy_of(wan1), link.replace("/{here}", str(tmp_path))
+    (folder / "docs").mkdir()
+    (export := tmp_path / "exports" / "mine").mkdir(parents=True)
+    (folder / "docs" / "LICENSE").write_text("terms")
+    (folder.parent / "LICENSE").write_text("private")
+    (export.parent / "LICENSE").write_text("mine")
+    (folder / "README.md").write_text(f"---\nlicense: other\nlicense_link: {link}\n---\n")
+    write_pipeline_card(export, about(open_wan(str(folder)), tmp_path), "")
+    found = {
+        str(file.relative_to(export.parent)): file.read_text() for file in export.parent.rglob("LICENSE")
+    }
+    said, inside = metadata_load(export / "README.md")["license_link"], link == "docs/LICENSE"
+    assert found == {"LICENSE": "mine"} | ({"mine/LICENSE": "terms"} if inside else {})
+    assert said == ("LICENSE" if inside else link)
+
+
 def test_a_card_without_a_licence_says_so(wan1: Path, tmp_path: Path) -> None:
     write_pipeline_card(tmp_path, about(open_wan(str(wan1)), tmp_path), "")
     text = (tmp_path / "README.md").read_text()
@@ -173,13 +195,26 @@ def test_the_card_of_a_checkpoint_has_the_picture_up_to_its_step_and_the_figures
     assert ("| 1 | 2 |" in text) == (step == (measured or 7))
 
 
+@pytest.mark.parametrize(
+    ("stage", "measured", "shown"), [("2_b", 5, True), ("2_b", 7, False), ("1_a", 5, False)]
+)
+def test_the_card_of_a_last_stage_has_the_figures_that_are_in_the_whole_recipe_s_folder(
+    stage: str, measured: int, shown: bool, wan1: Path, evaluated: Path
+) -> None:
+    (evaluated / "resolved").mkdir()
+    write_json(evaluated / "resolved" / "run.json", {"stages": [{"name": "a"}, {"name": "b"}]})
+    write_json(evaluated / "evaluation.json", {"trained_steps": measured})
+    write_pipeline_card(evaluated / "export", about(open_wan(str(wan1)), evaluated / stage), "")
+    assert ("| 1 | 2 |" in (evaluated / "export" / "README.md").read_text()) == shown
+
+
 def test_a_bfloat16_file_opens_with_the_config_beside_its_card(wan1: Path, tmp_path: Path) -> None:
     """Of a shape for which diffusers would take a published Wan's config."""
     teacher = open_wan(str(wan1))
     model = WanTransformer3DModel.from_pretrained(wan1, subfolder="transformer", torch_dtype=torch.bfloat16)
-    write_file(
-        tmp_path / "w.safetensors", original_state(model.state_dict(), False), "Wan", "a student", Facts()
-    )
+    state = original_state(model.state_dict(), False)
+    with ExitStack() as together:
+        write_file(tmp_path / "w.safetensors", state, "Wan", "a student", Facts(), together)
     write_original_card(tmp_path, about(teacher, tmp_path), "", ["w.safetensors"], False, "w.card")
     for dtype in (None, torch.bfloat16):
         file = str(tmp_path / "w.safetensors")

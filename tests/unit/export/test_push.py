@@ -148,11 +148,11 @@ def unreachable(hub: type[Hub], monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_failed_upload_names_the_commands_that_upload_the_export_later(
     student: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "w.safetensors").write_bytes(b"weights")
+    (tmp_path / "my w.safetensors").write_bytes(b"weights")
     with pytest.raises(ConfigError) as caught:
-        push([tmp_path / "w.safetensors", student], "org/student", private=True)
+        push([tmp_path / "my w.safetensors", student], "org/student", private=True)
     assert (
-        f"; once the hub can be reached, `hf upload --private org/student {tmp_path}/w.safetensors` and "
+        f"; once the hub can be reached, `hf upload --private org/student '{tmp_path}/my w.safetensors'` and "
         f"`hf upload --private org/student {student}` uploads it as it is."
     ) in str(caught.value)
 

@@ -158,6 +158,11 @@ def test_a_smooth_line_is_the_mean_of_the_last() -> None:
     assert smooth([(1, 2.0), (2, float("nan")), (3, 4.0), (4, 8.0)], 2) == [(1, 2.0), (3, 3.0), (4, 6.0)]
 
 
+def test_a_smooth_line_is_exact_again_after_a_value_that_is_out_of_all_proportion() -> None:
+    points = [(step, 1e20 if step == 3 else 0.25) for step in range(9)]
+    assert smooth(points, 2)[5:] == [(step, 0.25) for step in range(5, 9)]
+
+
 LINES = ([(1, 3.0)], [(1, 0.0), (2, 0.0)], [(1, -1.0), (2, 5.0)], [(5, 1e-30), (6, 1e30)])
 
 
@@ -174,6 +179,26 @@ def test_an_unknown_metric_is_charted_by_its_name(begun: Path) -> None:
     (lag,), (role,) = charts["critic_lag"].lines, charts["by_role"].lines
     assert charts["critic_lag"].title == "critic lag" and lag.points == [(1, 0.5), (2, 0.25)]
     assert (role.name, role.points) == ("critic", [(1, 1.0), (2, 3.0)])
+
+
+def test_a_chart_without_a_finite_number_is_left_out(begun: Path) -> None:
+    sample = {"step": 1, "deviation": {"student": float("nan")}, "motion": {"student": 0.5}}
+    (begun / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    images = Page(report(begun).read_text()).images
+    assert "motion of samples" in images and "spread of samples" not in images
+
+
+def test_an_evaluation_before_later_steps_says_so_above_its_tables_and_in_its_chart(begun: Path) -> None:
+    (begun / "evaluation.md").write_text("| a |\n|---|\n| 1 |\n")
+    error, found = {"bands": {"0-1": {"value": 0.1}}, "all": {"value": 0.1}}, {}
+    for steps in (1, 7):
+        write_json(begun / "evaluation.json", {"trained_steps": steps, "relative_velocity_error": error})
+        chart = run_charts(begun, read_lines(begun / "metrics.jsonl"))["error_by_sigma"]
+        warnings = re.findall("<p>(Of the student .*)</p>", report(begun).read_text())
+        found[steps] = chart.lines[-1].name, warnings
+    older, end = "after 7 of 1 steps", "teacher with guidance"
+    warning = f"Of the student {older}: evaluate it again."
+    assert found == {1: (f"evaluated, {end}", []), 7: (f"evaluated {older}, {end}", [warning])}
 
 
 def test_importance_of_blocks_is_charted_by_round(begun: Path) -> None:

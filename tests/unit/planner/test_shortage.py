@@ -108,3 +108,13 @@ def test_a_recommendation_overwrites_no_file(tmp_path: Path, capsys: pytest.Capt
     file.write_text("mine")
     assert main(["plan", "--teacher_path", "tiny", "--data_path", "tiny", "--recommend", str(file)]) == 2
     assert file.read_text() == "mine" and "is not overwritten" in capsys.readouterr().err
+
+
+def test_a_place_where_no_recommendation_can_be_written_is_named_before_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "mine").write_text("mine")
+    file = tmp_path / "mine" / "recipe.json"
+    assert main(["plan", "--teacher_path", "tiny", "--data_path", "tiny", "--recommend", str(file)]) == 2
+    text = capsys.readouterr().err
+    assert f"`recommend` is {tmp_path / 'mine'}" in text and "is a file" in text and "machine " not in text

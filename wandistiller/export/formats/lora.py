@@ -3,6 +3,7 @@
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,8 +82,10 @@ class LoraFormat(ExportFormat):
         ranks = "; ".join(adapter.sentence for adapter in adapters)
         with replaced(target) as folder:
             if comfy:
-                for file, adapter in zip(files, adapters, strict=True):
-                    write_file(file, comfy_state(adapter), "Wan/lora", source.description, source.published)
+                about = "Wan/lora", source.description, source.published
+                with ExitStack() as together:
+                    for file, adapter in zip(files, adapters, strict=True):
+                        write_file(file, comfy_state(adapter), *about, together)
             else:
                 files = [Path(FILES[Expert(name)]) for name in source.experts]
                 for file, adapter in zip(files, adapters, strict=True):

@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,10 +72,11 @@ class OriginalFormat(ExportFormat):
         for line in unlike_published(source.facts.config):
             print(f"note: {line}", file=sys.stderr)
         eight_bits = self.dtype == torch.float8_e4m3fn
-        for name, model in source.networks(torch.bfloat16 if eight_bits else self.dtype):
-            state = original_state(model.state_dict(), eight_bits)
-            write_file(files[name], state, "Wan", source.description, source.published)
-            del model, state  # before the next is read
+        with ExitStack() as together:
+            for name, model in source.networks(torch.bfloat16 if eight_bits else self.dtype):
+                state = original_state(model.state_dict(), eight_bits)
+                write_file(files[name], state, "Wan", source.description, source.published, together)
+                del model, state  # before the next is read
         with replaced(card) as folder:
             names = [file.name for file in files.values()]
             write_original_card(folder, source, self.repository, names, eight_bits, card.name)
