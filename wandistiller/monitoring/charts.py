@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from wandistiller.utils.errors import ConfigError
 
 INCHES = (4.8, 2.6)
@@ -99,8 +101,12 @@ def thinned(points: Sequence[tuple[float, float | None]]) -> list[tuple[float, f
 
 def smooth(points: Sequence[tuple[float, float | None]], window: int) -> list[tuple[float, float]]:
     """Replace each finite value by the mean of the last `window` of them."""
-    kept, means = finite(points), []
-    for i, (x, _) in enumerate(kept):  # a running sum would keep the rounding of one large value
-        last = kept[max(0, i + 1 - window) : i + 1]
-        means.append((x, sum(y for _, y in last) / len(last)))
-    return means
+    kept = finite(points)
+    if not kept:
+        return []
+    x_N, y_N = np.array(kept).T
+    # each sum anew: a running one would keep the rounding of one large value
+    sum_N = np.convolve(y_N, np.ones(window))[: len(kept)]
+    return list(
+        zip(x_N.tolist(), (sum_N / np.minimum(np.arange(len(kept)) + 1, window)).tolist(), strict=True)
+    )
