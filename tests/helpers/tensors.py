@@ -6,8 +6,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 
+def _memory(t: torch.Tensor) -> tuple[int, int]:
+    """Address and bytes; zeros of a tensor that stands for others, as a weight in few bits does."""
+    storage = t.untyped_storage()
+    try:
+        return storage.data_ptr(), storage.nbytes()
+    except RuntimeError:  # torch 2.13: an invalid Python storage
+        return 0, 0
+
+
 def tensor_bytes() -> int:
     gc.collect()
     kinds = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
     tensors = (o for o in kinds if not isinstance(o, FakeTensor) and o.device.type != "meta")
-    return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
+    return sum(dict(map(_memory, tensors)).values())
