@@ -42,9 +42,15 @@ class Source(NamedTuple):
     """Commit or fingerprint of the teacher's networks, as in the run's identity."""
 
     @property
+    def hub_id(self) -> str:
+        """The teacher's, with whose commit it is recorded; empty: the teacher is a folder."""
+        return self.facts.teacher_path if self.facts.teacher_revision else ""
+
+    @property
     def published(self) -> Facts:
         """The facts as an export tells them: without places on this machine."""
-        return Facts(**without_places(vars(self.facts)))
+        facts = Facts(**without_places(vars(self.facts)))
+        return replace(facts, teacher_path=self.hub_id or Path(facts.teacher_path).name)
 
     @property
     def experts(self) -> list[str]:
