@@ -50,7 +50,9 @@ def evaluate(evaluation: Evaluation, ranks: Ranks = ALONE) -> Evaluated:
 
     The prompts are split over the ranks; prompt i is drawn from seed + i by both.
     """
-    evaluator, number = Evaluator(evaluation, ranks), len(evaluation.items)
+    evaluator = Evaluator(evaluation, ranks)
+    evaluation = evaluator.settings
+    number = len(evaluation.items)
 
     def announce(who: str, sampling: Sampling) -> None:
         steps = ", ".join(map(str, dict.fromkeys([sampling.steps, *evaluation.numbers])))
