@@ -283,3 +283,15 @@ def test_an_image_that_cannot_be_read_is_skipped_and_named(wans: Wans, tmp_path:
     output = wans.train(A14B, "skipped", data_path=str(data), cache_dir=str(tmp_path / "cache"), max_steps=1)
     (entry,) = json.loads((output / "skipped.json").read_text())
     assert entry["file"].endswith("1.png") and "cannot be read" in entry["reason"]
+
+
+def test_an_evaluation_leaves_out_and_names_the_images_that_training_skips(
+    wans: Wans, tmp_path: Path
+) -> None:
+    data, wan = image_data(tmp_path / "data", pictures=3), wans[A14B]
+    (tmp_path / "data" / "1.png").write_bytes(b"no picture")
+    words = ["--teacher_path", wan, "--prompts", data, "--height", "32", "--width", "32", "--num_frames", "5"]
+    words += ["--quick", "--steps", "1", "--output", tmp_path]
+    log = wandistiller("evaluate", "--student_path", wan, *words).stderr
+    assert f"skipped   {tmp_path}/data/1.png: cannot be read: " in log
+    assert json.loads((tmp_path / "evaluation.json").read_text())["prompts"] == 3

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.validation import Count, NotNegative, Positive, types_of, value_problems
+from wandistiller.wan.pipeline import TINY
 from wandistiller.wan.transformer_config import TransformerConfig
 
 
@@ -96,6 +97,12 @@ class Facts:
         """The config of each of the student's networks."""
         config = TransformerConfig.of(self.transformer)
         return replace(config, expands_time=bool(self.image_to_video) and not config.joined_channels)
+
+    @property
+    def teacher_is_away(self) -> bool:
+        """Return whether the teacher is a folder that is not here; one of the hub has its commit."""
+        is_elsewhere = self.teacher_revision or self.teacher_path in TINY
+        return not (is_elsewhere or Path(self.teacher_path).exists())
 
     @property
     def lora_base(self) -> str:

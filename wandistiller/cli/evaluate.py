@@ -31,7 +31,7 @@ from wandistiller.teacher.placements.base import Placement
 from wandistiller.teacher.quantized import missing_problems
 from wandistiller.teacher.teacher_json import AUTO, read_placement
 from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems, problem, readable
-from wandistiller.wan.added_lora import added_lines, read_added
+from wandistiller.wan.added_lora import added_lines, read_recorded
 from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
 from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights, usual_for, with_loras
 from wandistiller.wan.transformer import top_modules
@@ -50,7 +50,9 @@ def evaluate(evaluation: Evaluation, ranks: Ranks = ALONE) -> Evaluated:
 
     The prompts are split over the ranks; prompt i is drawn from seed + i by both.
     """
-    evaluator, number = Evaluator(evaluation, ranks), len(evaluation.items)
+    evaluator = Evaluator(evaluation, ranks)
+    evaluation = evaluator.settings
+    number = len(evaluation.items)
 
     def announce(who: str, sampling: Sampling) -> None:
         steps = ", ".join(map(str, dict.fromkeys([sampling.steps, *evaluation.numbers])))
@@ -90,7 +92,7 @@ def read_evaluation(flags: EvaluateFlags, dtype: torch.dtype, world: int) -> Eva
         teacher = open_wan(teachers, weights=True, revision=candidate.teacher_revision)
         require_weights(teacher)
         teacher = teacher.with_first_frames() if facts.image_to_video else teacher
-        teacher = _as_trained(teacher, facts)
+        teacher = _as_trained(teacher, facts, str(candidate.where))
         placement = _placement(flags.teacher_deepspeed_config, teacher, world)
     with collecting(problems):
         items = read_items(flags.prompts)
@@ -121,13 +123,16 @@ def read_evaluation(flags: EvaluateFlags, dtype: torch.dtype, world: int) -> Eva
     return evaluation
 
 
-def _as_trained(teacher: WanFolder, facts: Facts) -> WanFolder:
+def _as_trained(teacher: WanFolder, facts: Facts, where: str) -> WanFolder:
     """Return the teacher with the LoRA files that were added to it in training.
 
+    Args:
+        where: the file with the facts.
+
     Raises:
-        ConfigError: they are not as they were.
+        ConfigError: they are not here, or not as they were.
     """
-    teacher = with_loras(teacher, read_added("teacher_path", "teacher_lora", facts.teacher_lora or []))
+    teacher = with_loras(teacher, read_recorded(where, facts.teacher_lora))
     for one, digest in zip(teacher.added, facts.teacher_lora_digests or (), strict=False):
         if one.digest != digest:
             text = "was added to the teacher, and is not as it was when the student was trained"

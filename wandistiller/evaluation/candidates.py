@@ -1,5 +1,6 @@
 """The pipelines that are sampled and evaluated: a folder, or a run's student; LoRA files on them."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,7 +12,7 @@ from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json
 from wandistiller.wan.added_lora import as_settings, read_added, with_experts
 from wandistiller.wan.lora_experts import FACTS, adapters_of, facts_beside, facts_of, files_of
-from wandistiller.wan.pipeline import TINY, WanFolder, open_wan, run_problem, student_of, with_loras
+from wandistiller.wan.pipeline import WanFolder, open_wan, run_problem, student_of, with_loras
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +60,11 @@ class Candidate:
         if not name:
             remedy = "Say with --teacher_path what to compare it with; for `sample`, with --model."
             raise ConfigError(f"{self.where}: `teacher_path` is missing. {remedy}")
-        if "/" not in name and name not in TINY and not Path(name).exists():
-            remedy = "Exports have only the folder's name; say with --teacher_path where it is."
+        if self.facts.teacher_is_away:
+            remedy = (
+                "No such folder is here: say with --teacher_path where it is (`sample`: --model), or start "
+                "in the folder that the run was started in."
+            )
             raise ConfigError(problem(self.where, "teacher_path", name, remedy))
         return name
 
@@ -121,8 +125,13 @@ def read_candidate(
         teacher: the teacher's folder or hub id, where the user says where it is.
 
     Raises:
-        ConfigError: nothing is named, or a run that has no student yet; or a strength of nothing.
+        ConfigError: nothing is named, one file, or a run that has no student yet; or a strength of nothing.
     """
+    if name and name.endswith(".safetensors") and os.path.isfile(name):
+        raise ConfigError(
+            f"{name}: is one file, not a pipeline. Give a LoRA by --lora; of a whole network give "
+            "the folder that `wandistiller export` writes with --format diffusers."
+        )
     if name and adapters_of(Path(name)):
         name, loras = None, [name, *loras]
     files = [file for word in loras for file in _files(word)]

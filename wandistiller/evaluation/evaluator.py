@@ -1,5 +1,6 @@
 """Samples and velocities of teacher and student on the same prompts; only one is loaded at a time."""
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -147,14 +148,20 @@ class Evaluator:
     """Runs one candidate after the other. Every method is collective."""
 
     def __init__(self, settings: Evaluation, ranks: Ranks = ALONE):
-        self._settings, self._ranks, self._device = settings, ranks, collectives.device()
+        self._ranks, self._device = ranks, collectives.device()
         negative = settings.teacher_sampling.negative_prompt or ""
         cache, reader = settings.output / "cache", settings.reader
-        self._samples = settings.samples
         self._conditions = Conditions(cache, settings.teacher, self._device, reader, samples_per_file=1)
         self._conditions.text.fill([*settings.prompts, negative])
-        if unusable := self._conditions.fill_frames(self._samples):
+        unusable = self._conditions.fill_frames(settings.samples)
+        usable = [s.item for s in settings.samples if self._conditions.key(s).frames not in unusable]
+        if not usable:
             raise ConfigError(*sorted(unusable.values()))
+        for why in sorted(unusable.values()):  # as training does
+            collectives.log0("skipped   %s", why, level=logging.WARNING)
+        self.settings = settings = replace(settings, items=usable)
+        """Those given, without the items whose frames cannot be used."""
+        self._samples = settings.samples
         self._scenes = settings.scenes
         self._null_LD = self._conditions.text[negative]
         self._vae = Vae(settings.teacher, self._device)
@@ -167,7 +174,7 @@ class Evaluator:
 
     def teacher(self) -> CandidateResult:
         """Sample; store the guided velocities on the samples of its own number of steps."""
-        s, memory = self._settings, PeakMemory()
+        s, memory = self.settings, PeakMemory()
         with memory.running():
             if s.placement is None:
                 given = s.teacher, s.teacher_sampling, self._null_LD, s.dtype
@@ -189,11 +196,11 @@ class Evaluator:
         x0_BCFHW = collectives.broadcast_object(self._x0[0][:SAMPLES].clone()).to(self._device)
         first = [self._samples[i] for i in self._batches[0][:SAMPLES]]
         conditioning = self._conditions.of(first).to(self._device)
-        return candidate.quantization_error(x0_BCFHW, conditioning, self._settings.seed)
+        return candidate.quantization_error(x0_BCFHW, conditioning, self.settings.seed)
 
     def student(self) -> tuple[CandidateResult, dict[int, Tensor]]:
         """Sample, and compare velocities: squares_S2 of error and target per band, by the prompt's number."""
-        s, memory, errors = self._settings, PeakMemory(), {}
+        s, memory, errors = self.settings, PeakMemory(), {}
         with memory.running():
             given = s.student, s.student_sampling, self._null_LD, s.dtype, s.facts
             candidate = DiffusersPipeline(*given, reader=s.reader, ranks=self._ranks)
@@ -225,7 +232,7 @@ class Evaluator:
             What was drawn; x0_BCFHW of its own number by batch, on the CPU.
         """
         drawn, own_x0 = {}, []
-        for steps in dict.fromkeys([own, *self._settings.numbers]):
+        for steps in dict.fromkeys([own, *self.settings.numbers]):
             name = f"{what}: samples" if steps == own else f"{what}: samples in {steps} steps"
             drawn[steps], x0 = self._draw_in(steps, name, candidate, memory)
             own_x0 = own_x0 or x0
@@ -235,7 +242,7 @@ class Evaluator:
         self, steps: int, what: str, candidate: DiffusersPipeline | PlacedTeacher, memory: PeakMemory
     ) -> tuple[Drawn, list[Tensor]]:
         """Sample prompt i from seed + i and, unless it is to be quick, once more from another seed."""
-        s, drawn, first_x0 = self._settings, Drawn({}, {}, []), []
+        s, drawn, first_x0 = self.settings, Drawn({}, {}, []), []
         seeds = (s.seed, s.seed + len(s.prompts))[: 1 if s.quick else 2]
         progress = Progress(what, number_of_rounds(self._batches, self._ranks) * len(seeds) * steps)
         for _, chunk, counts in round_robin(self._batches, self._ranks):
@@ -259,7 +266,7 @@ class Evaluator:
         return drawn, first_x0
 
     def _score(self, chunk: list[int], batch: DrawnBatch) -> dict[int, ScoredSample]:
-        s = self._settings
+        s = self.settings
         scores = {m.name: m.compute(batch) for m in s.computable(METRICS)}
         features = {f.name: f.compute(batch) for f in s.computable(FEATURES)}
         return {
@@ -277,5 +284,5 @@ class Evaluator:
         Noise and sigma are keyed by seed, prompt number and band.
         """
         conditioning = self._conditions.of([self._samples[i] for i in chunk]).to(self._device)
-        keys = [(self._settings.seed, "evaluate", i) for i in chunk]
+        keys = [(self.settings.seed, "evaluate", i) for i in chunk]
         return states_in(band, self._x0[index].to(self._device), conditioning, keys)

@@ -13,7 +13,7 @@ from huggingface_hub.repocard import metadata_load
 from wandistiller.checkpoint import manifest
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.config.start import recorded_stages
-from wandistiller.export.source import Source, clip, is_hub_id, sampler_in_words, without_places
+from wandistiller.export.source import Source, clip, sampler_in_words, without_places
 from wandistiller.flow import RENOISE
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json, write_json
@@ -129,7 +129,8 @@ def write_card(folder: Path, source: Source, relation: str, text: str) -> None:
     if tables := _evaluation(run, source):
         measured = "Measured on the student as a diffusers pipeline."
         text += f"\n## How near it is to its teacher\n\n{measured}\n\n{tables}\n"
-    recipe = json.dumps(without_places(source.recipe), indent=1, ensure_ascii=False)
+    settings = without_places(source.recipe) | {"teacher_path": source.published.teacher_path}
+    recipe = json.dumps(settings, indent=1, ensure_ascii=False)
     details = f"<details><summary>the recipe</summary>\n\n```json\n{recipe}\n```\n\n</details>"
     before = source.facts.before
     stages = f"Before it, in stages: {'; '.join(before)}.\n\n" if before else ""
@@ -147,8 +148,7 @@ def _front_matter(source: Source, relation: str, folder: Path) -> tuple[str, boo
         teacher = source.teacher(weights=False)
     except ConfigError:  # it is gone; its name is left
         teacher = None
-    named = source.facts.teacher_path
-    hub_id = named if is_hub_id(named) else ""
+    hub_id = source.hub_id
     base = {"base_model": [hub_id], "base_model_relation": relation} if hub_id else {}
     terms = licence(teacher, hub_id)
     link = Path(terms.get("license_link", ""))

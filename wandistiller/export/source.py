@@ -19,16 +19,17 @@ from wandistiller.flow import RENOISE
 from wandistiller.student.lora import Lora, add_lora, is_adapter
 from wandistiller.student.projections_and_heads import PROJECTIONS
 from wandistiller.student.shared_base import BASE_LAYER, hollow_model
-from wandistiller.utils.errors import ConfigError, readable
+from wandistiller.utils.errors import ConfigError, problem, readable
 from wandistiller.utils.logging import set_activity
 from wandistiller.wan import transformer
-from wandistiller.wan.added_lora import read_added
+from wandistiller.wan.added_lora import read_recorded
 from wandistiller.wan.pipeline import WanFolder, open_wan, with_loras
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 LOCAL = ("/", "~", "./", "../")
 """Beginnings of a path on this machine."""
 TEXTS = ("negative_prompt", "sample_prompts")
+FOLDER_AWAY = "No such folder is here: start in the folder that the run was started in, or put it back."
 
 
 class Source(NamedTuple):
@@ -41,9 +42,15 @@ class Source(NamedTuple):
     """Commit or fingerprint of the teacher's networks, as in the run's identity."""
 
     @property
+    def hub_id(self) -> str:
+        """The teacher's, with whose commit it is recorded; empty: the teacher is a folder."""
+        return self.facts.teacher_path if self.facts.teacher_revision else ""
+
+    @property
     def published(self) -> Facts:
         """The facts as an export tells them: without places on this machine."""
-        return Facts(**without_places(vars(self.facts)))
+        facts = Facts(**without_places(vars(self.facts)))
+        return replace(facts, teacher_path=self.hub_id or Path(facts.teacher_path).name)
 
     @property
     def experts(self) -> list[str]:
@@ -124,7 +131,13 @@ class Source(NamedTuple):
             raise ConfigError(*reader.faults)
 
     def teacher(self, weights: bool) -> WanFolder:
-        """The teacher's pipeline folder, as it was published."""
+        """The teacher's pipeline folder, as it was published.
+
+        Raises:
+            ConfigError: it is not here.
+        """
+        if self.facts.teacher_is_away:
+            raise ConfigError(problem(self.folder, "teacher_path", self.facts.teacher_path, FOLDER_AWAY))
         return open_wan(self.facts.teacher_path, weights=weights, revision=self.facts.teacher_revision)
 
     def base(self, name: str) -> Expert:
@@ -137,7 +150,7 @@ class Source(NamedTuple):
         Raises:
             ConfigError: its weights or those files have changed since.
         """
-        added = read_added(str(self.folder), "teacher_lora", self.facts.teacher_lora or [])
+        added = read_recorded(str(self.folder), self.facts.teacher_lora)
         teacher = with_loras(self.teacher(weights=True), added)
         if teacher.identity != self.teacher_identity:
             raise ConfigError(

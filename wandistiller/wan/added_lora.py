@@ -10,7 +10,7 @@ from pydantic import AllowInfNan
 from torch import Tensor, nn
 
 from wandistiller.experts import Expert
-from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import file_digest
 from wandistiller.utils.validation import Text, check, types_of
 from wandistiller.wan.lora_experts import expert_of, files_of, require_one_side, unclear_problems
@@ -67,6 +67,20 @@ def read_added(where: str, key: str, given: Any) -> list[AddedLora]:
         added += [] if found else [AddedLora(**good)]
     if problems:
         raise ConfigError(*problems)
+    return added
+
+
+def read_recorded(where: str, given: list[dict[str, Any]] | None) -> list[AddedLora]:
+    """Read the LoRA files of a run's teacher, as its facts name them.
+
+    Raises:
+        ConfigError: one is not here; its name may be relative, and an export has the last part alone.
+    """
+    added = read_added(where, "teacher_lora", given or [])
+    remedy = "No such file is here: start in the folder that the run was started in, or put it here."
+    away = [one.file for one in added if not Path(one.file).exists()]
+    if away:
+        raise ConfigError(*(problem(where, "teacher_lora", file, remedy) for file in away))
     return added
 
 

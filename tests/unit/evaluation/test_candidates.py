@@ -176,3 +176,21 @@ def test_a_student_on_the_hub_is_sampled_as_its_run_says(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     facts = read_candidate("me/student").facts
     assert (facts.few_steps, facts.num_frames) == (FEW["few_steps"], 9)
+
+
+@pytest.mark.parametrize("teacher", ["models/wan", "wan"])
+def test_a_teacher_in_a_folder_that_is_not_here_is_not_looked_for_on_the_hub(
+    teacher: str, wan1: Path, tmp_path: Path
+) -> None:
+    """A hub id has its commit; a run that was started in another folder has none."""
+    made = {"wandistiller": json.dumps(FEW | {"teacher_path": teacher})}
+    file = style(wan1, tmp_path / "lora.safetensors", "to_q", metadata=made)
+    wanted = f'`teacher_path` is "{teacher}". No such folder is here: .* --teacher_path .* --model'
+    with pytest.raises(ConfigError, match=wanted):
+        _ = read_candidate(None, [str(file)]).folder
+
+
+def test_one_file_as_a_pipeline_is_refused_with_the_flag_that_takes_it(wan1: Path, tmp_path: Path) -> None:
+    file = style(wan1, tmp_path / "lora.safetensors", "to_q")
+    with pytest.raises(ConfigError, match="is one file, not a pipeline. Give a LoRA by --lora"):
+        read_candidate(str(file))

@@ -37,6 +37,7 @@ ID = "org/wan-finetuned"
 def facts(teacher: WanFolder, **more: Any) -> Facts:
     numbers = {"max_steps": 5, "height": 64, "width": 64, "num_frames": 1, "steps": 4, "shift": 3.0}
     texts = {"teacher_path": teacher.name, "init": "teacher", "objective": "velocity"}
+    texts |= {"teacher_revision": teacher.revision}
     return Facts(**numbers | texts | {"transformer": teacher.config.raw, "experts": ["transformer"]} | more)
 
 
@@ -67,6 +68,17 @@ def test_a_student_of_a_hub_id_has_its_licence_and_names_it(teacher: WanFolder, 
     assert card["base_model"] == [ID] and card["base_model_relation"] == "finetune"
     assert (card["license"], card["license_name"]) == ("other", "own")
     assert card["license_link"] == f"https://huggingface.co/{ID}/blob/main/LICENSE"
+
+
+def test_a_folder_of_two_parts_that_is_not_here_is_no_base_model_of_the_hub(
+    wan1: Path, tmp_path: Path
+) -> None:
+    """As of a run that is exported on another machine, or from another folder."""
+    source = about(open_wan(str(wan1)), tmp_path, teacher_path="models/wan")
+    write_pipeline_card(tmp_path, source._replace(recipe={"teacher_path": "models/wan"}), "")
+    assert not {"base_model", "license", "license_link"} & metadata_load(tmp_path / "README.md").keys()
+    assert "Distilled from `wan`" in (text := (tmp_path / "README.md").read_text())
+    assert "models/wan" not in text + (tmp_path / "wandistiller.json").read_text()
 
 
 def test_a_lora_is_an_adapter_of_its_teacher_whatever_that_is_called(
