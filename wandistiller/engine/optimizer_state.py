@@ -210,9 +210,9 @@ def write_engine(
     for key in COUNTERS:
         setattr(engine, key, saved[key])
     if "precision" not in changed:
-        for key, value in saved["scaler"].items():
-            if hasattr(_scaler(engine), key):
-                setattr(_scaler(engine), key, value)
+        # a fixed scale is the JSON's, which may be another than before
+        if saved["scaler"].keys() >= set(SCALER) <= vars(_scaler(engine)).keys():
+            vars(_scaler(engine)).update(saved["scaler"])
         if saved["autocast_scaler"] and (scaler := _autocast_scaler(engine)):
             scaler.load_state_dict(saved["autocast_scaler"])
     scheduler = engine.lr_scheduler
@@ -222,9 +222,11 @@ def write_engine(
                 group[key] = tuple(values[key]) if isinstance(group[key], tuple) else values[key]
         if scheduler is not None:
             scheduler.load_state_dict(saved["scheduler"])
-    elif scheduler is not None and saved["scheduler"]:
+    elif scheduler is not None:
         # the new schedule, at the place of the old one
-        scheduler.step(saved["scheduler"]["last_batch_iteration"] if place is None else place - 1)
+        last = saved["scheduler"]["last_batch_iteration"] if place is None else place - 1
+        if last >= 0:
+            scheduler.step(last)
 
 
 def _scaler(engine: Any) -> Any:

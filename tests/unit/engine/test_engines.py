@@ -10,6 +10,7 @@ import deepspeed
 import pytest
 import torch
 import torch.utils.cpp_extension
+from deepspeed.accelerator import get_accelerator
 from plain import MixedAdamW
 from recipes import ADAM
 from slow_cases import slow_but
@@ -131,6 +132,23 @@ def test_the_loss_scale_of_fp16_autocast_is_saved_and_restored(stage: int) -> No
     saved["autocast_scaler"] |= {"scale": 512.0, "_growth_tracker": 7}
     write_engine(second, saved, set())
     assert read_engine(second)["autocast_scaler"] == saved["autocast_scaler"]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("before", "after"), [(0, 128), (64, 128), (128, 0)])
+def test_a_fixed_loss_scale_is_the_json_s_whatever_it_was_before(
+    before: int, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)  # nothing is computed
+    first, second = (
+        Learner(
+            {Expert.HIGH_NOISE: small_transformer(0, LAYERS)},
+            engine_of(fp16={"enabled": True, "loss_scale": scale, "initial_scale_power": 11}),
+        ).trained[Expert.HIGH_NOISE]
+        for scale in (before, after)
+    )
+    write_engine(second, read_engine(first), set())
+    assert second.engine.optimizer.loss_scale == (after or 2**11)
 
 
 def gradients(config: EngineConfig) -> dict[str, Tensor]:

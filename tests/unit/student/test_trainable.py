@@ -45,6 +45,7 @@ def test_the_last_factor_that_names_a_part_counts_and_a_star_is_the_rest() -> No
     assert factor({"blocks": 0.5}, "proj_out.weight") == 1.0
 
 
+ADAGRAD = {"optimizer": {"type": "Adagrad", "params": {"lr": 1e-3}}}
 NONE = "The student has no such part."
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"frozen": ["blocks.2-"]}, f'`frozen` is "blocks.2-". {NONE}'),
@@ -59,6 +60,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (
         {"learning_rates": {"feature_projections": 2}},
         '`learning_rates` is "feature_projections". There are none: `feature` has them',
+    ),
+    (
+        {"learning_rates": {"proj_out": 2}, "deepspeed_config": student_engine(2, offload=False) | ADAGRAD},
+        "ZeRO joins Adagrad's parameter groups, so that it takes no `learning_rates`.",
     ),
     ({"lora": {}, "frozen": ["bias"]}, '`frozen` is ["bias"]. With `lora` all but the adapters is frozen'),
 ]
