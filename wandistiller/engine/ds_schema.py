@@ -46,7 +46,7 @@ OTHER_PARAMS = {
     "Muon": "lr muon_lr adam_lr momentum ns_method betas eps weight_decay torch_adam adam_w_mode foreach "
     "fp32_optimizer_states",
 }
-"""Settings of the other optimizers: beyond these deepspeed 0.19.8 stops, or ignores them in silence (Muon)."""
+"""Settings of the other optimizers: beyond these deepspeed 0.19.8 stops, or ignores them (Muon)."""
 MUON_RATES = ("muon_lr", "adam_lr")
 """Rates of Muon's matrices and of its other weights, which win over `lr` (deepspeed 0.19.8)."""
 SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "LRRangeTest", "OneCycle")
