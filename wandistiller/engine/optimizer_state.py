@@ -140,14 +140,18 @@ class MasterWeights:
             yield key, parts
 
     def _cut_groups(self) -> Iterator[tuple[Tensor, list[Fragment]]]:
-        """Stages 1 and 2: of a group's parameters laid end to end, an equal run."""
-        masters, groups = self._wrapper.single_partition_of_fp32_groups, self._wrapper.bit16_groups
-        for key, parameters in zip(masters, groups, strict=True):
-            parts = []
-            for p in parameters:
-                if p._hp_mapping is not None:
-                    low, high = p._hp_mapping.lp_fragment_address, p._hp_mapping.hp_fragment_address
-                    parts.append(Fragment(self._names[id(p)], low.start, high.start, high.numel))
+        """Stages 1 and 2: of a group's parameters laid end to end, an equal run.
+
+        `_hp_mapping` has other places than these with `round_robin_gradients` (0.19.8).
+        """
+        w = self._wrapper
+        groups = zip(w.round_robin_bit16_groups, w.round_robin_bit16_offsets, strict=True)
+        for key, (parameters, offsets) in zip(w.single_partition_of_fp32_groups, groups, strict=True):
+            begin, parts = collectives.rank() * key.numel(), []
+            for p, offset in zip(parameters, offsets, strict=True):
+                first, end = max(offset, begin), min(offset + p.numel(), begin + key.numel())
+                if first < end:
+                    parts.append(Fragment(self._names[id(p)], first - offset, first - begin, end - first))
             yield key, parts
 
     def _whole(self) -> Iterator[tuple[Tensor, list[Fragment]]]:

@@ -125,3 +125,14 @@ def steps_and_checkpoint(stage: int, dtype: str, work: Path) -> dict[str, float]
 
 def checkpoints(work: Path) -> list[dict[str, float]]:
     return [steps_and_checkpoint(stage, dtype, work / str(stage)) for stage, dtype in CASES]
+
+
+def round_robin_at_the_start(work: Path) -> list[float]:
+    """Differences of the weights in a checkpoint before training from those that it was made of, by stage."""
+    given, found = dict(small_transformer(1, layers=3).named_parameters()), []
+    for stage in (1, 2):
+        zero = {"stage": stage, "round_robin_gradients": True}
+        folder = save(build(PARTLY, engine(stage, zero_optimization=zero)), work / str(stage), 0)
+        weights = dict(loading.read_weights(folder, Expert.HIGH_NOISE))
+        found.append(max((value - given[name]).abs().max().item() for name, value in weights.items()))
+    return found

@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 import torch
 from checkpointed import saved
-from on_ranks.tuning import PARTLY, batch, build, checkpoints, engine, learn, masters
+from on_ranks.tuning import (
+    PARTLY,
+    batch,
+    build,
+    checkpoints,
+    engine,
+    learn,
+    masters,
+    round_robin_at_the_start,
+)
 from ranks import call, wandistiller
 from recipes import recipe, student_engine, train
 from safetensors.torch import load_file
@@ -161,6 +170,10 @@ def test_a_checkpoint_of_two_ranks_has_the_weights_of_plain_pytorch(tmp_path: Pa
     for differences in call(checkpoints, tmp_path, ranks=2)[0]:
         assert differences.pop("averaged") < 1e-6 and differences.pop("moved") > 1e-3
         assert set(differences.values()) == {0}
+
+
+def test_round_robin_gradients_leave_each_weight_under_its_name(tmp_path: Path) -> None:
+    assert call(round_robin_at_the_start, tmp_path, ranks=2)[0] == [0, 0]
 
 
 @pytest.mark.parametrize("stage", slow_but([2], [2, 3]))
