@@ -106,7 +106,9 @@ class MasterWeights:
                 state[kind] = torch.zeros_like(flat.key, dtype=dtype, requires_grad=False)
         if steps is not None:
             from_torch = type(optimizer).__module__.startswith("torch.optim")
-            state["step"] = torch.tensor(float(steps)) if from_torch else steps
+            # the kernel of torch's fused Adam reads it (2.13); else it is on the CPU
+            device = flat.key.device if optimizer.defaults.get("fused") else "cpu"
+            state["step"] = torch.tensor(float(steps), device=device) if from_torch else steps
 
     def publish(self) -> None:
         """Copy the master weights into the weights that the network computes with. Collective."""

@@ -136,3 +136,16 @@ def round_robin_at_the_start(work: Path) -> list[float]:
         weights = dict(loading.read_weights(folder, Expert.HIGH_NOISE))
         found.append(max((value - given[name]).abs().max().item() for name, value in weights.items()))
     return found
+
+
+def places_of_restored_steps() -> list[str]:
+    """Devices of the counts of updates that are restored for torch's Adam, fused and not."""
+    found = []
+    for fused in (True, False):
+        adam = ADAM | {"params": ADAM["params"] | {"torch_adam": True, "fused": fused}}
+        student = build(PARTLY, engine(2, optimizer=adam, zero_optimization={"stage": 2}))
+        trained = student.trained[Expert.HIGH_NOISE]
+        trained.make_state(trained.flats[0], ["exp_avg", "exp_avg_sq"], 3)
+        step = trained.optimizer(trained.flats[0]).state[trained.flats[0].key]["step"]
+        found.append(f"{step.item()} {step.device.type}")
+    return found
