@@ -106,8 +106,11 @@ def _fill(flat: Tensor, parts: list[Fragment], pieces: ShardedTensors, kind: str
 
 
 def _family(optimizer: str | None) -> str:
-    """Return the family in which moments mean the same; DeepSpeed has a class for each device."""
-    return next((f for f in ("Adam", "Lion") if optimizer and f in optimizer), str(optimizer))
+    """Return the family in which moments mean the same; DeepSpeed has a class for each device.
+
+    Muon's class has Adam in its name, for the weights that are no matrices.
+    """
+    return next((f for f in ("Muon", "Adam", "Lion") if optimizer and f in optimizer), str(optimizer))
 
 
 def read_state(folder: Path) -> dict[str, Any]:

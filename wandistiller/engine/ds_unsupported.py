@@ -127,6 +127,14 @@ RULES: dict[str, tuple[Callable[[Any, _Engine], bool], str]] = {
         "Lamb's steps are measured by the norm of each weight, and ZeRO would show it a rank's part of all "
         "weights as one. Write `stage`: 0, or AdamW.",
     ),
+    "optimizer.legacy_fusion": (
+        lambda value, e: value is True,
+        "DeepSpeed would call Adam in a way that it no longer can. Remove it.",
+    ),
+    "zero_optimization.reduce_scatter": (
+        lambda value, e: value is not False and e.optimizer == "muon" and e.stage == 3,
+        "DeepSpeed has Muon at stage 3 without it alone. Write false, or `stage`: 2.",
+    ),
     "optimizer.params.fp32_optimizer_states": (
         lambda value, e: value is not None and e.optimizer in ("adagrad", "lion") and not e.offloaded,
         "It is of optimizers in CPU memory. Remove it.",
