@@ -101,7 +101,9 @@ class MasterWeights:
         state = optimizer.state[flat.key]
         wide = isinstance(optimizer, DeepSpeedCPUAdam) and optimizer.fp32_optimizer_states
         dtype = torch.float32 if wide else flat.key.dtype
-        for kind in kinds:
+        # of an `amsgrad` that is new: the greatest so far, of none
+        more = ["max_exp_avg_sq"] if kinds and optimizer.defaults.get("amsgrad") else []
+        for kind in dict.fromkeys([*kinds, *more]):
             if not torch.is_tensor(state.get(kind)) or state[kind].numel() != flat.key.numel():
                 state[kind] = torch.zeros_like(flat.key, dtype=dtype, requires_grad=False)
         if steps is not None:

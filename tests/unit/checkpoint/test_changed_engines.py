@@ -45,3 +45,12 @@ def test_adam_goes_on_without_the_state_of_muon_which_has_no_moments_for_matrice
     checkpointer.finish()
     load({STUDENT: after}, folder, {"optimizer"})
     assert after.trained[Expert.HIGH_NOISE].steps() is None
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_amsgrad_that_is_new_begins_with_no_greatest_moment() -> None:
+    adam = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True, "amsgrad": True}}
+    student = Learner({Expert.HIGH_NOISE: small_transformer(0, 1)}, engine(optimizer=adam))
+    trained = student.trained[Expert.HIGH_NOISE]
+    trained.make_state(trained.flats[0], ["exp_avg", "exp_avg_sq"], 3)
+    assert not trained.tensors(trained.flats[0])["max_exp_avg_sq"].any()
