@@ -1,11 +1,13 @@
 """Precisions, checkpoints, resumed runs and stages on simulated GPUs."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gpu_runs import numbers, on_both, take_texts_of_cpus
-from ranks import losses, metrics, wandistiller, write_json
+from on_ranks.tuning import places_of_restored_steps
+from ranks import call, losses, metrics, program, wandistiller, write_json
 from recipes import recipe, student_engine, train
 from simulated import Simulated, simulated_gpu
 
@@ -61,6 +63,13 @@ def test_a_run_that_goes_on_under_another_stage_on_fewer_gpus_is_that_of_cpus_bi
     cpu, devices = cut_and_resumed("cpu"), Simulated(tmp_path, gpus=2)
     take_texts_of_cpus(wan2, tmp_path / "cache", tmp_path / "cache")
     assert cut_and_resumed("gpu", accelerator=devices) == cpu and devices.reports() == ""
+
+
+def test_torch_s_fused_adam_has_its_restored_count_of_updates_on_the_gpu_where_its_kernel_reads_it(
+    tmp_path: Path,
+) -> None:
+    start = partial(program, gpus=Simulated(tmp_path))
+    assert call(places_of_restored_steps, ranks=1, start=start) == [["3.0 cuda", "3.0 cpu"]]
 
 
 def test_stages_of_a_recipe_have_the_losses_of_cpus_bitwise(tmp_path: Path, wan2: Path) -> None:

@@ -50,9 +50,10 @@ def load(
         renewed = role != STUDENT and "objective" in changed
         own = changed | {"optimizer"} if renewed else changed
         for expert, trained in learner.trained.items():
-            place = roles[role].updates_before(step) if renewed and role in roles and step else None
+            updates = roles[role].updates_before(step) if role in roles else step
+            place = updates if renewed and role in roles and step else None
             network = folder / network_name(role, expert)
-            _load_network(trained, learner.averages.get(expert), network, own, place)
+            _load_network(trained, learner.averages.get(expert), network, own, updates, place)
     return step
 
 
@@ -62,10 +63,21 @@ def network_name(role: str, expert: Expert) -> str:
 
 
 def _load_network(
-    trained: MasterWeights, average: Ema | None, folder: Path, changed: set[str], place: int | None
+    trained: MasterWeights,
+    average: Ema | None,
+    folder: Path,
+    changed: set[str],
+    updates: int,
+    place: int | None,
 ) -> None:
-    """Fill one network, and go on in its schedule after `place` updates; None: those of the checkpoint."""
+    """Fill one network, and go on in its schedule.
+
+    Args:
+        updates: of the network, after which a schedule goes on if there was none.
+        place: updates after which one goes on if there was one; None: those of the checkpoint.
+    """
     saved = json.loads((folder / ENGINE).read_text())
+    place = place if saved["scheduler"] else updates
     pieces = ShardedTensors(rank_files(folder))
     optimizer = type(trained.optimizer(trained.flats[0])).__name__
     same_optimizer = _family(saved["optimizer"]) == _family(optimizer)
@@ -94,8 +106,11 @@ def _fill(flat: Tensor, parts: list[Fragment], pieces: ShardedTensors, kind: str
 
 
 def _family(optimizer: str | None) -> str:
-    """Return the family in which moments mean the same; DeepSpeed has a class for each device."""
-    return next((f for f in ("Adam", "Lion") if optimizer and f in optimizer), str(optimizer))
+    """Return the family in which moments mean the same; DeepSpeed has a class for each device.
+
+    Muon's class has Adam in its name, for the weights that are no matrices.
+    """
+    return next((f for f in ("Muon", "Adam", "Lion") if optimizer and f in optimizer), str(optimizer))
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -39,6 +39,14 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon")
 ADAM = ("adam", "adamw")
 """Optimizers of the Adam family, in lower case."""
+OTHER_PARAMS = {
+    "Adagrad": "lr eps weight_decay fp32_optimizer_states",
+    "Lamb": "lr betas eps eps_inside_sqrt weight_decay bias_correction max_coeff min_coeff",
+    "Lion": "lr betas weight_decay fp32_optimizer_states",
+    "Muon": "lr muon_lr adam_lr momentum ns_method betas eps weight_decay torch_adam adam_w_mode foreach "
+    "fp32_optimizer_states",
+}
+"""Settings of the other optimizers: beyond these deepspeed 0.19.8 stops, or ignores them (Muon)."""
 MUON_RATES = ("muon_lr", "adam_lr")
 """Rates of Muon's matrices and of its other weights, which win over `lr` (deepspeed 0.19.8)."""
 SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "LRRangeTest", "OneCycle")
@@ -216,15 +224,15 @@ def _strict(field: FieldInfo) -> Any:
 
 @cache
 def params_of(kind: str) -> dict[str, bool]:
-    """The settings of a schedule or of Adam(W), and whether each is required; empty for other optimizers."""
+    """The settings of a schedule or an optimizer, and whether each is required."""
     if kind in SCHEDULERS:
         _, *own = inspect.signature(getattr(lr_schedules, kind)).parameters.values()
         return {p.name: p.default is p.empty for p in own}
-    if kind in ("Adam", "AdamW"):
-        own = inspect.signature(DeepSpeedCPUAdam).parameters.keys() - {"model_params", "adamw_mode"}
-        choice_of_class = {"torch_adam", "adam_w_mode", "foreach", "fused"}
-        return dict.fromkeys(own | choice_of_class, False)
-    return {}
+    if kind in OTHER_PARAMS:
+        return dict.fromkeys(OTHER_PARAMS[kind].split(), False)
+    own = inspect.signature(DeepSpeedCPUAdam).parameters.keys() - {"model_params", "adamw_mode"}
+    choice_of_class = {"torch_adam", "adam_w_mode", "foreach", "fused"}
+    return dict.fromkeys(own | choice_of_class, False)
 
 
 def section_of(ds: dict[str, Any], section: str) -> dict[str, Any]:

@@ -69,11 +69,14 @@ class _Engine:
         enabled = [name for name in ("bf16", "fp16") if json.section(name).get("enabled")]
         self.dtype = [*enabled, "fp32"][0]
         self.offloaded = json.optimizer_on != "none"
-        is_adam, torchs = json.optimizer in ADAM, json.section("optimizer.params").get("torch_adam") is True
+        self.optimizer, torchs = json.optimizer, json.section("optimizer.params").get("torch_adam") is True
+        is_adam = json.optimizer in ADAM
         self.fused, self.torch_adam = is_adam and not torchs, is_adam and torchs
         self.clips = json.raw.get("gradient_clipping", 1) != 0
 
 
+SHORT = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
+"""Long names of precisions -> short ones."""
 MASTERS = "It needs `zero_optimization.offload_optimizer`. Write that section, or remove it."
 # Tried with deepspeed 0.19.8: key -> (whether its value is refused, why)
 RULES: dict[str, tuple[Callable[[Any, _Engine], bool], str]] = {
@@ -103,17 +106,38 @@ RULES: dict[str, tuple[Callable[[Any, _Engine], bool], str]] = {
     ),
     "fp16.fp16_master_weights_and_grads": (lambda value, e: value is True and not e.offloaded, MASTERS),
     "data_types.grad_accum_dtype": (
-        lambda value, e: value == "fp32" and e.dtype == "bf16" and e.stage == 1 and not e.offloaded,
-        "At stage 1 in bf16 DeepSpeed takes another optimizer for it, whose checkpoints cannot be read "
-        "again. Write stage 2, or remove it.",
+        lambda value, e: (
+            value is not None
+            and SHORT.get(value, value) != e.dtype
+            and (e.stage == 0 or (e.stage == 1 and e.dtype == "bf16" and not e.offloaded))
+        ),
+        "At stage 0 DeepSpeed has no other precision for sums, and at stage 1 in bf16 it takes another "
+        "optimizer for it, whose checkpoints cannot be read again. Write stage 2, or remove it.",
     ),
     "data_types.param_dtype": (
-        lambda value, e: value not in (None, e.dtype),
+        lambda value, e: SHORT.get(value, value) not in (None, e.dtype),
         "The sections bf16 and fp16 ask for another. Remove it.",
     ),
     "optimizer.params.amsgrad": (
-        lambda value, e: value is True and e.fused and not e.offloaded,
-        "DeepSpeed's FusedAdam has none. Write `torch_adam`: true, or remove it.",
+        lambda value, e: value is True and e.fused,
+        "DeepSpeed's own Adam has none. Write `torch_adam`: true, or remove it.",
+    ),
+    "optimizer.type": (
+        lambda value, e: e.optimizer == "lamb" and e.stage != 0,
+        "Lamb's steps are measured by the norm of each weight, and ZeRO would show it a rank's part of all "
+        "weights as one. Write `stage`: 0, or AdamW.",
+    ),
+    "optimizer.legacy_fusion": (
+        lambda value, e: value is True,
+        "DeepSpeed would call Adam in a way that it no longer can. Remove it.",
+    ),
+    "zero_optimization.reduce_scatter": (
+        lambda value, e: value is not False and e.optimizer == "muon" and e.stage == 3,
+        "DeepSpeed has Muon at stage 3 without it alone. Write false, or `stage`: 2.",
+    ),
+    "optimizer.params.fp32_optimizer_states": (
+        lambda value, e: value is not None and e.optimizer in ("adagrad", "lion") and not e.offloaded,
+        "It is of optimizers in CPU memory. Remove it.",
     ),
     "optimizer.params.bias_correction": (
         lambda value, e: value is not None and e.torch_adam,

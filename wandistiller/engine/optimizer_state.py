@@ -101,12 +101,16 @@ class MasterWeights:
         state = optimizer.state[flat.key]
         wide = isinstance(optimizer, DeepSpeedCPUAdam) and optimizer.fp32_optimizer_states
         dtype = torch.float32 if wide else flat.key.dtype
-        for kind in kinds:
+        # of an `amsgrad` that is new: the greatest so far, of none
+        more = ["max_exp_avg_sq"] if kinds and optimizer.defaults.get("amsgrad") else []
+        for kind in dict.fromkeys([*kinds, *more]):
             if not torch.is_tensor(state.get(kind)) or state[kind].numel() != flat.key.numel():
                 state[kind] = torch.zeros_like(flat.key, dtype=dtype, requires_grad=False)
         if steps is not None:
             from_torch = type(optimizer).__module__.startswith("torch.optim")
-            state["step"] = torch.tensor(float(steps)) if from_torch else steps
+            # the kernel of torch's fused Adam reads it (2.13); else it is on the CPU
+            device = flat.key.device if optimizer.defaults.get("fused") else "cpu"
+            state["step"] = torch.tensor(float(steps), device=device) if from_torch else steps
 
     def publish(self) -> None:
         """Copy the master weights into the weights that the network computes with. Collective."""
@@ -140,14 +144,18 @@ class MasterWeights:
             yield key, parts
 
     def _cut_groups(self) -> Iterator[tuple[Tensor, list[Fragment]]]:
-        """Stages 1 and 2: of a group's parameters laid end to end, an equal run."""
-        masters, groups = self._wrapper.single_partition_of_fp32_groups, self._wrapper.bit16_groups
-        for key, parameters in zip(masters, groups, strict=True):
-            parts = []
-            for p in parameters:
-                if p._hp_mapping is not None:
-                    low, high = p._hp_mapping.lp_fragment_address, p._hp_mapping.hp_fragment_address
-                    parts.append(Fragment(self._names[id(p)], low.start, high.start, high.numel))
+        """Stages 1 and 2: of a group's parameters laid end to end, an equal run.
+
+        `_hp_mapping` has other places than these with `round_robin_gradients` (0.19.8).
+        """
+        w = self._wrapper
+        groups = zip(w.round_robin_bit16_groups, w.round_robin_bit16_offsets, strict=True)
+        for key, (parameters, offsets) in zip(w.single_partition_of_fp32_groups, groups, strict=True):
+            begin, parts = collectives.rank() * key.numel(), []
+            for p, offset in zip(parameters, offsets, strict=True):
+                first, end = max(offset, begin), min(offset + p.numel(), begin + key.numel())
+                if first < end:
+                    parts.append(Fragment(self._names[id(p)], first - offset, first - begin, end - first))
             yield key, parts
 
     def _whole(self) -> Iterator[tuple[Tensor, list[Fragment]]]:
@@ -210,9 +218,9 @@ def write_engine(
     for key in COUNTERS:
         setattr(engine, key, saved[key])
     if "precision" not in changed:
-        for key, value in saved["scaler"].items():
-            if hasattr(_scaler(engine), key):
-                setattr(_scaler(engine), key, value)
+        # a fixed scale is the JSON's, which may be another than before
+        if saved["scaler"].keys() >= set(SCALER) <= vars(_scaler(engine)).keys():
+            vars(_scaler(engine)).update(saved["scaler"])
         if saved["autocast_scaler"] and (scaler := _autocast_scaler(engine)):
             scaler.load_state_dict(saved["autocast_scaler"])
     scheduler = engine.lr_scheduler
@@ -222,9 +230,11 @@ def write_engine(
                 group[key] = tuple(values[key]) if isinstance(group[key], tuple) else values[key]
         if scheduler is not None:
             scheduler.load_state_dict(saved["scheduler"])
-    elif scheduler is not None and saved["scheduler"]:
+    elif scheduler is not None:
         # the new schedule, at the place of the old one
-        scheduler.step(saved["scheduler"]["last_batch_iteration"] if place is None else place - 1)
+        last = saved["scheduler"]["last_batch_iteration"] if place is None else place - 1
+        if last >= 0:
+            scheduler.step(last)
 
 
 def _scaler(engine: Any) -> Any:

@@ -88,6 +88,10 @@ def _machine_problems(engine: EngineConfig) -> list[str]:
     if on_cpu and engine.optimizer == "lion" and engine.optimizer_on == "none":
         remedy = "On a CPU DeepSpeed has it only with `offload_optimizer`."
         problems.append(engine.problem("optimizer.type", kind, remedy))
+    if on_cpu and engine.optimizer == "lamb":
+        problems.append(
+            engine.problem("optimizer.type", kind, "DeepSpeed has it on GPUs alone. Write AdamW.")
+        )
     if lacks_nvcc():
         problems += _toolkit_problems(engine)
     for key, (module, package) in MONITORS.items():

@@ -80,12 +80,14 @@ def skip_nonfinite_steps(engine: Any) -> None:
     DeepSpeed 0.19.8 does so from stage 1 on and at stage 0 in bf16 and fp16, but for two cases, fixed here: a
     plain optimizer, at stage 0 in float32, takes any gradients; stages 1 and 2 do where the JSON has
     `check_grad_overflow` or `compute_grad_norm` false. torch's own loss scaler, at stage 0 in autocast to
-    float16, checks by itself.
+    float16, checks by itself. At the least loss scale DeepSpeed's raises an exception of no class.
     tests/integration/test_nonfinite.py::test_every_engine_skips_a_step_that_is_not_finite.
     """
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() in (1, 2):
         optimizer.check_grad_overflow |= not optimizer.compute_grad_norm or optimizer.dtype == torch.bfloat16
+    if engine.zero_optimization_stage() > 0 and engine.fp16_enabled() and engine.dynamic_loss_scale():
+        optimizer.loss_scaler.raise_error_at_min_scale = False
     if not is_plain(engine) or engine.torch_autocast_z0_gradscaler:
         return
     step, take = optimizer.step, engine._take_model_step
@@ -117,10 +119,14 @@ def uncount_skipped_step(engine: Any) -> None:
     engine.global_samples -= engine.train_batch_size()
 
 
-def has_dynamic_loss_scale(engine: Any) -> bool:
-    """Return whether a lower loss scale may make the gradients finite, as in float16."""
-    autocast = engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16
-    return autocast or (engine.fp16_enabled() and engine.dynamic_loss_scale())
+def may_lower_loss_scale(engine: Any) -> bool:
+    """Return whether the next step may lower the loss scale, or waits to do so: float16, above its least."""
+    if engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16:
+        return True
+    if not (engine.fp16_enabled() and engine.dynamic_loss_scale()):
+        return False
+    scaler = engine.optimizer.loss_scaler
+    return scaler.cur_scale > scaler.min_scale or scaler.cur_hysteresis > 1
 
 
 def reset_adam_step_cache(optimizer: torch.optim.Optimizer) -> None:

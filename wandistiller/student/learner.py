@@ -19,8 +19,8 @@ from wandistiller.engine.monitors import Monitors, without_monitors
 from wandistiller.engine.nvcc import with_fused_adam
 from wandistiller.engine.optimizer_state import WEIGHTS, MasterWeights
 from wandistiller.engine.workarounds import (
-    has_dynamic_loss_scale,
     leave_out_reduction_of_one_rank,
+    may_lower_loss_scale,
     partition_before_moving,
     reset_adam_step_cache,
     share_adam_s_time,
@@ -90,7 +90,7 @@ class Learner:
         self.trained = {expert: MasterWeights(engine) for expert, engine in self.engines.items()}
         self._hook_optimizers()
         averaged = {} if ema is None else self.trained
-        self._lr = 0.0
+        self._lr, self._may_lower_scale = 0.0, False
         self.averages = {expert: Ema(trained, ema, ema_start) for expert, trained in averaged.items()}
 
     def _hook_optimizers(self) -> None:
@@ -128,6 +128,7 @@ class Learner:
         """Finish a micro-step; after the last one the engine updates the weights."""
         engine = self.engine(expert)
         self._lr = engine.get_lr()[0]  # of this step: the engine's schedule advances in it
+        self._may_lower_scale = may_lower_loss_scale(engine)
         engine.step()
 
     def while_updating(self, begin: Callable[[], None] | None) -> None:
@@ -142,8 +143,7 @@ class Learner:
 
     def lost_update(self, expert: Expert) -> bool:
         """Return whether the last step changed nothing, except by a float16 loss scale, which adapts."""
-        engine = self.engine(expert)
-        return not (engine.was_step_applied() or has_dynamic_loss_scale(engine))
+        return not (self.engine(expert).was_step_applied() or self._may_lower_scale)
 
     def forget_skipped_step(self, expert: Expert) -> None:
         """Uncount the step that the expert's engine has just skipped, if it did."""

@@ -44,6 +44,14 @@ def tuning_problems(
     if run.learning_rates and engine.optimizer == "muon":
         cause = "Muon makes its own parameter groups and takes no `learning_rates`"
         problems.append(f"recipe: {cause}. Remove them.")
+    if (
+        run.learning_rates
+        and engine.optimizer == "adagrad"
+        and engine.stage
+        and engine.optimizer_on == "none"
+    ):
+        cause = "ZeRO joins Adagrad's parameter groups, so that it takes no `learning_rates`"  # 0.19.8
+        problems.append(f"recipe: {cause}. Remove them, or offload the optimizer.")
     return problems + (lora_problems(Lora(**run.lora), run.frozen, config) if run.lora is not None else [])
 
 

@@ -1,5 +1,6 @@
 """DeepSpeed's engines around a student: stage 0, all forms of activation checkpointing, refused settings."""
 
+import math
 from collections import Counter
 from importlib.util import find_spec
 from itertools import product
@@ -10,6 +11,7 @@ import deepspeed
 import pytest
 import torch
 import torch.utils.cpp_extension
+from deepspeed.accelerator import get_accelerator
 from plain import MixedAdamW
 from recipes import ADAM
 from slow_cases import slow_but
@@ -131,6 +133,40 @@ def test_the_loss_scale_of_fp16_autocast_is_saved_and_restored(stage: int) -> No
     saved["autocast_scaler"] |= {"scale": 512.0, "_growth_tracker": 7}
     write_engine(second, saved, set())
     assert read_engine(second)["autocast_scaler"] == saved["autocast_scaler"]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("before", "after"), [(0, 128), (64, 128), (128, 0)])
+def test_a_fixed_loss_scale_is_the_json_s_whatever_it_was_before(
+    before: int, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)  # nothing is computed
+    first, second = (
+        Learner(
+            {Expert.HIGH_NOISE: small_transformer(0, LAYERS)},
+            engine_of(fp16={"enabled": True, "loss_scale": scale, "initial_scale_power": 11}),
+        ).trained[Expert.HIGH_NOISE]
+        for scale in (before, after)
+    )
+    write_engine(second, read_engine(first), set())
+    assert second.engine.optimizer.loss_scale == (after or 2**11)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("stage", slow_but([1], [1, 2, 3]))
+def test_a_gradient_that_is_not_finite_at_the_least_loss_scale_is_a_lost_update(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)  # a CPU is only slow
+    fp16 = {"enabled": True, "initial_scale_power": 1, "min_loss_scale": 1, "hysteresis": 1}
+    config = engine_of(fp16=fp16, zero_optimization={"stage": stage})
+    student, found = Learner({Expert.HIGH_NOISE: small_transformer(0, LAYERS)}, config), []
+    for _ in range(3):
+        student.backward(Expert.HIGH_NOISE, math.inf * student.velocity(batch(0)).square().mean())
+        student.step(Expert.HIGH_NOISE)
+        state = student.state(Expert.HIGH_NOISE)
+        found.append((state["skipped"], state["loss_scale"], student.lost_update(Expert.HIGH_NOISE)))
+    assert found == [(True, 1, False), (True, 1, True), (True, 1, True)]
 
 
 def gradients(config: EngineConfig) -> dict[str, Tensor]:

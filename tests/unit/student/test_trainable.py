@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 import torch
 from checkpointed import saved
-from on_ranks.tuning import PARTLY, batch, build, checkpoints, engine, learn, masters
+from on_ranks.tuning import (
+    PARTLY,
+    batch,
+    build,
+    checkpoints,
+    engine,
+    learn,
+    masters,
+    round_robin_at_the_start,
+)
 from ranks import call, wandistiller
 from recipes import recipe, student_engine, train
 from safetensors.torch import load_file
@@ -45,6 +54,7 @@ def test_the_last_factor_that_names_a_part_counts_and_a_star_is_the_rest() -> No
     assert factor({"blocks": 0.5}, "proj_out.weight") == 1.0
 
 
+ADAGRAD = {"optimizer": {"type": "Adagrad", "params": {"lr": 1e-3}}}
 NONE = "The student has no such part."
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"frozen": ["blocks.2-"]}, f'`frozen` is "blocks.2-". {NONE}'),
@@ -59,6 +69,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (
         {"learning_rates": {"feature_projections": 2}},
         '`learning_rates` is "feature_projections". There are none: `feature` has them',
+    ),
+    (
+        {"learning_rates": {"proj_out": 2}, "deepspeed_config": student_engine(2, offload=False) | ADAGRAD},
+        "ZeRO joins Adagrad's parameter groups, so that it takes no `learning_rates`.",
     ),
     ({"lora": {}, "frozen": ["bias"]}, '`frozen` is ["bias"]. With `lora` all but the adapters is frozen'),
 ]
@@ -156,6 +170,10 @@ def test_a_checkpoint_of_two_ranks_has_the_weights_of_plain_pytorch(tmp_path: Pa
     for differences in call(checkpoints, tmp_path, ranks=2)[0]:
         assert differences.pop("averaged") < 1e-6 and differences.pop("moved") > 1e-3
         assert set(differences.values()) == {0}
+
+
+def test_round_robin_gradients_leave_each_weight_under_its_name(tmp_path: Path) -> None:
+    assert call(round_robin_at_the_start, tmp_path, ranks=2)[0] == [0, 0]
 
 
 @pytest.mark.parametrize("stage", slow_but([2], [2, 3]))
