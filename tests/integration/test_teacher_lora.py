@@ -123,8 +123,10 @@ def test_an_export_is_refused_once_the_teachers_lora_has_changed(
 ) -> None:
     before = file.read_bytes()
     style(wan2, file, "to_q", seed=1)
-    for words in (["--output", folder / "again"], ["--output", folder / "again.safetensors", "--adapter"]):
-        error = wandistiller("export", "--checkpoint", adapters, *words, code=2).stderr
+    for words in ([], ["--adapter"]):
+        error = wandistiller(
+            "export", "--checkpoint", adapters, "--output", folder / "again", *words, code=2
+        ).stderr
         assert "not as they were when they were trained" in error
     file.write_bytes(before)
 
