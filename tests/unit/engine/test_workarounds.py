@@ -80,6 +80,7 @@ collectives.init("warning")
 ds = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
 deepspeed.initialize(model=torch.nn.Linear(2, 2), config=ds | {"zero_optimization": {"stage": 2}})
 assert "torch._inductor.lowering" not in sys.modules
+collectives.destroy()
 """
     run([sys.executable, "-c", code])
 
