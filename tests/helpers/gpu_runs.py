@@ -38,7 +38,7 @@ RUNS: dict[str, dict[str, Any]] = {
     },
 }
 ONE_BASE = {"student_config": {}, "lora": {"rank": 2, "targets": ["to_q", "ffn.net.2"]}}
-JOINT = [DMD2 | {"gan": 0.03}, {"name": "consistency", "intervals": 8, "edges": 2}]
+JOINT = [DMD2 | {"gan": 0.03, "sampler": "renoise"}, {"name": "consistency", "intervals": 8}]
 FILES = read_json("ds_configs/teacher/files.json") | FLOAT32
 INT8 = STREAMED | {"wandistiller": {"placement": "streamed", "weights": "int8"}}
 RUNS |= {
