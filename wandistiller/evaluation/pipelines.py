@@ -169,9 +169,8 @@ class PeakMemory:
 
     def __init__(self) -> None:
         gc.collect()
-        memory_usage.trim()
-        empty_cache()
         memory_usage.trim()  # what came before has freed would be taken for the work, and not be counted
+        empty_cache()
         self._held = {"host": memory_usage.read().host}
         if on_accelerator():
             self._held["gpu"] = held_memory().allocated
