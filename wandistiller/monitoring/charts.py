@@ -107,6 +107,5 @@ def smooth(points: Sequence[tuple[float, float | None]], window: int) -> list[tu
     x_N, y_N = np.array(kept).T
     # each sum anew: a running one would keep the rounding of one large value
     sum_N = np.convolve(y_N, np.ones(window))[: len(kept)]
-    return list(
-        zip(x_N.tolist(), (sum_N / np.minimum(np.arange(len(kept)) + 1, window)).tolist(), strict=True)
-    )
+    mean_N = sum_N / np.minimum(np.arange(len(kept)) + 1, window)
+    return list(zip(x_N.tolist(), mean_N.tolist(), strict=True))

@@ -116,10 +116,10 @@ def _shares(job: Job) -> dict[Latent, float]:
 
 
 def rollouts_of(job: Job, updates: int | None = None) -> int:
-    """Return the number of samples of prompts without media in the run, of all updates that read latents.
+    """Return how many samples of prompts without media the run's updates that read latents have.
 
     Args:
-        updates: their number, if it is another.
+        updates: number of other updates to count for, such as all of the run.
     """
     samples = int(job.items.made.sum()) * job.run.rollouts_per_prompt
     return min(samples, (len(job.updates_with_latents) if updates is None else updates) * job.batch.total)
