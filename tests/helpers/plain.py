@@ -7,11 +7,12 @@ from diffusers import WanTransformer3DModel
 from peft import LoraConfig
 from recipes import ADAM
 
-from wandistiller.batch import State
+from wandistiller.batch import STUDENT, State
 from wandistiller.config.job import Job
 from wandistiller.experts import Expert
-from wandistiller.objectives.dmd2 import drawn
+from wandistiller.objectives.dmd2 import CRITIC, drawn
 from wandistiller.training.prepare import prepare
+from wandistiller.training.trainer import Trainer
 from wandistiller.wan.transformer import renew_rope, velocity
 
 
@@ -121,6 +122,26 @@ class PlainDmd2:
         first = self.warmup + step * (self.updates + 1)
         critic = [self._critic_loss(first + k) for k in range(self.updates)]
         return self._student_loss(first + self.updates), sum(critic) / len(critic)
+
+    def differences(self, trainer: Trainer) -> dict[str, float]:
+        """Return how far each role's weights are from a trainer's, as a share of what Adam can move them.
+
+        That share is the root mean square over all weights of a network. Adam divides a gradient by its own
+        size, so one that is only rounding moves its weight by a whole rate; and kernels of other processors
+        round otherwise. So single weights cannot be compared.
+        """
+        shares = {}
+        for role, network in {STUDENT: self.student, CRITIC: self.critic}.items():
+            ours = trainer.learners[role].engine(Expert.HIGH_NOISE).module
+            trained = [
+                [(n, p.detach()) for n, p in m.named_parameters() if p.requires_grad] for m in (ours, network)
+            ]
+            assert [n for n, _ in trained[0]] == [n for n, _ in trained[1]]
+            one, other = (torch.cat([p.flatten() for _, p in weights]).double() for weights in trained)
+            (group,) = self.optimizers[network].param_groups
+            updates = self.optimizers[network].state[group["params"][0]]["step"]
+            shares[role] = ((one - other).square().mean().sqrt() / (group["lr"] * updates)).item()
+        return shares
 
     def _sampled(self, update: int) -> tuple[State, torch.Tensor]:
         """Draw noise and exit; return the drawn numbers and x0, with gradient through the last call."""

@@ -13,8 +13,6 @@ from recipes import recipe, recipe_file, student_engine, train
 from slow_cases import slow_but
 from trainers import trainer_of
 
-from wandistiller.batch import STUDENT
-from wandistiller.experts import Expert
 from wandistiller.monitoring.metrics import read_lines
 from wandistiller.objectives.dmd2 import CRITIC
 from wandistiller.student.projections_and_heads import PROJECTIONS
@@ -61,14 +59,7 @@ def test_losses_and_weights_after_6_updates_equal_those_of_plain_pytorch(
         result, (loss, critic) = trainer.train_step(step), plain.step(step)
         assert result.loss == pytest.approx(loss, rel=1e-5)
         assert result.others[CRITIC]["loss"] == pytest.approx(critic, rel=1e-5)
-    for role, network in {STUDENT: plain.student, CRITIC: plain.critic}.items():
-        module = trainer.learners[role].engine(Expert.HIGH_NOISE).module
-        ours, theirs = dict(module.named_parameters()), dict(network.named_parameters())
-        assert ours.keys() == theirs.keys()
-        for name, p in theirs.items():
-            torch.testing.assert_close(
-                ours[name].detach(), p.detach(), rtol=1e-4, atol=1e-5, msg=f"{role} {name}"
-            )
+    assert max(plain.differences(trainer).values()) < 2e-4
 
 
 @pytest.mark.parametrize("stage", slow_but([], [0, 3]))

@@ -16,7 +16,6 @@ from slow_cases import slow_but
 from states import state
 from trainers import job_of, trainer_of
 
-from wandistiller.batch import STUDENT
 from wandistiller.config.summary import summary
 from wandistiller.experts import Expert
 from wandistiller.export.source import read_source
@@ -148,14 +147,7 @@ def test_losses_and_adapters_after_6_updates_equal_those_of_plain_pytorch_and_pe
         result, (loss, critic) = trainer.train_step(step), plain.step(step)
         assert result.loss == pytest.approx(loss, rel=1e-5)
         assert result.others[CRITIC]["loss"] == pytest.approx(critic, rel=1e-5)
-    for role, network in {STUDENT: plain.student, CRITIC: plain.critic}.items():
-        ours = dict(trainer.learners[role].engine(Expert.HIGH_NOISE).module.named_parameters())
-        theirs = {name: p for name, p in network.named_parameters() if p.requires_grad}
-        assert list(ours) == list(theirs)
-        for name, p in theirs.items():
-            torch.testing.assert_close(
-                ours[name].detach(), p.detach(), rtol=1e-4, atol=1e-5, msg=f"{role} {name}"
-            )
+    assert max(plain.differences(trainer).values()) < 2e-4
 
 
 @pytest.mark.parametrize("objective", ["velocity", "consistency", "dmd2", "sum"])
