@@ -7,6 +7,7 @@ import torch
 
 from wandistiller.batch import State
 from wandistiller.config.job import Job
+from wandistiller.objectives.script import played
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.sweep import block_by_block
 from wandistiller.training.step_result import READING
@@ -44,14 +45,11 @@ class RollOuts:
         with activity(READING):
             drawn = [self._read(*key) for key in keys]
         with activity("the student's sampling"), torch.no_grad():
+            scripts = [
+                objective.roll_out(objective.role_of(u), states, self._job.schedule)
+                for (u, _), states in zip(keys, drawn, strict=True)
+            ]
             calls = [
-                partial(
-                    objective.roll_out,
-                    objective.role_of(u),
-                    batches,
-                    self._student.velocity,
-                    self._job.schedule,
-                )
-                for (u, _), batches in zip(keys, drawn, strict=True)
+                partial(played, script, lambda ask: self._student.forward(ask.state)) for script in scripts
             ]
             self._made |= zip(keys, block_by_block(self._student.blocks, calls), strict=True)
