@@ -116,10 +116,6 @@ class Term:
         """True if the loss needs the teacher's prediction."""
         return True
 
-    def student_calls(self, schedule: FlowSchedule) -> float:
-        """Mean number of the student's forward passes without gradient for a micro-step of each update."""
-        return 0
-
     def needs_latents(self, role: str) -> bool:
         """Return whether an update of a role reads cached latents."""
         return role == STUDENT and not self.samples

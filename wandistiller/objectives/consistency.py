@@ -53,9 +53,6 @@ class Consistency(Term):
     """Sampling steps that noise the data again where all segments lead to it; None with `edges`, or where
     another term has them."""
 
-    def student_calls(self, schedule: FlowSchedule) -> float:
-        return 1
-
     @property
     def sampling_steps(self) -> int | None:
         return self.edges or self.steps

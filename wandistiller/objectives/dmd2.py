@@ -1,6 +1,5 @@
 """DMD2: the student's own samples, by backward simulation, move to where the teacher's are likelier."""
 
-import statistics
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -263,10 +262,6 @@ class Dmd2(Term):
     """Share of the way that the critic's weights go to the student's after each of the student's updates."""
     gan: NotNegative = 0.0
     """Weight, such as 0.03, of heads on the critic that tell samples from cached latents; 0: no heads."""
-
-    def student_calls(self, schedule: FlowSchedule) -> float:
-        # to a drawn exit in each update, and once more for the samples of the critic's
-        return (1 + self.critic_updates) * statistics.mean(schedule.exits()) + self.critic_updates
 
     @property
     def sampling_steps(self) -> int | None:

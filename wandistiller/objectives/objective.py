@@ -39,11 +39,6 @@ class Objective:
         return any(term.needs_teacher and term.states == NOISED for term in self.terms)
 
     @property
-    def calls_at_samples(self) -> int:
-        """Number of calls of the teacher at the student's own samples, in a micro-step of its update."""
-        return sum(term.needs_teacher and term.samples for term in self.terms)
-
-    @property
     def sampling_steps(self) -> int | None:
         """Number of steps that the student is trained to sample in; None: as many as its teacher."""
         return next((n for term in self.terms if (n := term.sampling_steps)), None)
@@ -167,7 +162,3 @@ class Objective:
     def needs_latents(self, role: str) -> bool:
         """Return whether an update of a role reads cached latents."""
         return any(term.needs_latents(role) for term in self._terms(role))
-
-    def student_calls(self, schedule: FlowSchedule) -> float:
-        """Mean number of the student's forward passes without gradient for a micro-step of each update."""
-        return sum(term.student_calls(schedule) for term in self.terms)

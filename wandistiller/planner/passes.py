@@ -1,19 +1,22 @@
 """Passes of a step: the objective's scripts, played on single numbers with networks whose outputs are 0."""
 
+import statistics
 from collections import Counter
 from dataclasses import fields
 from functools import partial
+from math import ceil
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from wandistiller.batch import Conditioning, Prediction
+from wandistiller.batch import STUDENT, Conditioning, Prediction
+from wandistiller.config.job import Job
 from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.engine.batch_size import BatchSize
 from wandistiller.flow import FlowSchedule
 from wandistiller.objectives.objective import Objective
-from wandistiller.objectives.script import Ask, Learn, Play, Slope, played
+from wandistiller.objectives.script import TEACHER, Ask, Learn, Play, Slope, played
 
 MOST_EXITS = 16
 """Calls of a few-step student that learn, of those that are counted, evenly chosen."""
@@ -32,6 +35,64 @@ class ScriptPasses(NamedTuple):
     """Gradients in a network's input, by role."""
     states: int
     """States in the pass that learns."""
+
+
+class Passes(NamedTuple):
+    """Passes of a network in a step for each sample, means of what is drawn; recomputed blocks left out."""
+
+    forward: float
+    backward: float
+
+
+def passes_asked(job: Job) -> dict[str, Passes]:
+    """Return the passes in a step by network: the teacher, the student, and those trained beside it."""
+    forward, backward = Counter(), Counter()
+    for role, updates in Counter(job.objective.updates).items():
+        scripts = played_scripts(job, role)
+        for one in scripts:
+            share = updates / len(scripts)
+            forward[STUDENT] += share * (one.rolled_out + one.states * previews(job, role, one))
+            for name, number in [*one.before.items(), *one.after.items()]:
+                forward[name] += share * number * (job.branches if name == TEACHER else 1)
+            for name, number in one.slopes.items():  # forward, and backward to the input alone
+                forward[name] += share * 2 * number
+            forward[role] += share * one.states
+            backward[role] += share * one.states
+    return {role: Passes(forward[role], backward[role]) for role in (TEACHER, STUDENT, *job.others)}
+
+
+def base_sweeps(job: Job) -> dict[str, float]:
+    """Return how often weights that all roles share come to the device in a step, by purpose: means.
+
+    Empty if they stay there, or if each role has its own.
+    """
+    if not (job.shares_base and job.teacher.sweeps):
+        return {}
+    steps, updates = job.batch.accumulation, Counter(job.objective.updates)
+    scripts = {role: played_scripts(job, role) for role in updates}
+    together, groups = job.rolled_out, ceil(steps / job.swept)
+    sweeps: Counter[str] = Counter()
+    if together > 1:  # as many as the longest
+        longest = max(one.rolled_out for of_role in scripts.values() for one in of_role)
+        sweeps["the student's samples"] = ceil(updates.total() * steps / together) * longest
+    else:
+        each = {role: statistics.mean(one.rolled_out for one in of_role) for role, of_role in scripts.items()}
+        sweeps["the student's samples"] = steps * sum(updates[role] * each[role] for role in updates)
+    student, *_ = scripts[STUDENT]
+    sweeps["the teacher's predictions"] = groups * student.before[TEACHER]
+    sweeps["the student's targets"] = groups * student.before[STUDENT]
+    sweeps["scores at samples"] = bool(student.after) * groups * (1 + previews(job, STUDENT, student))
+    sweeps["learning, forward and backward"] = 2 * steps * (updates.total() + student.slopes.total())
+    return {purpose: number for purpose, number in sweeps.items() if number}
+
+
+def previews(job: Job, role: str, one: ScriptPasses) -> bool:
+    """Return whether the pass that learns is made before without gradient, to know what is asked after it."""
+    return role == STUDENT and bool(one.after) and min(job.swept, job.batch.accumulation) > 1
+
+
+def played_scripts(job: Job, role: str) -> list[ScriptPasses]:
+    return passes_of(job.matched_objective, role, job.schedule)
 
 
 class _Zeros:

@@ -9,13 +9,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from annotated_types import Gt, Lt
 
 from wandistiller.batch import STUDENT
 from wandistiller.config.job import Job
+from wandistiller.objectives.script import TEACHER
 from wandistiller.planner.machine import Machine
+from wandistiller.planner.passes import Passes, base_sweeps, passes_asked
 from wandistiller.planner.student_network import network_of, other_shape, student_shape
 from wandistiller.planner.teacher_memory import sharers_of_a_call
 from wandistiller.utils.errors import ConfigError
@@ -25,7 +27,6 @@ from wandistiller.wan.activation_memory import Latent
 from wandistiller.wan.flops import Flops, count_flops
 from wandistiller.wan.transformer_config import TransformerConfig
 
-TEACHER = "teacher"
 SHARE = 1 / 3
 """Share of the maker's peak of dense products in bf16 that a whole step is assumed to reach.
 
@@ -93,26 +94,15 @@ def override_rates(usual: Rates, given: dict[str, Any]) -> Rates:
     return replace(usual, **given)
 
 
-class Passes(NamedTuple):
-    """Passes of a network in a step for each sample: recomputed blocks included, means of what is drawn."""
-
-    forward: float
-    backward: float
-
-
 def passes(job: Job) -> dict[str, Passes]:
-    """Return the passes in a step by network: the teacher, the student, and those trained beside it."""
-    o = job.objective
-    calls = job.branches * (o.predicts_at_noised + o.calls_at_samples) if o.needs_teacher else 0
-    by_role = {TEACHER: Passes(calls, 0)}
-    states = len(o.kinds)
-    calls = o.student_calls(job.schedule) + (o.calls_at_samples if job.swept > 1 else 0)
-    by_role[STUDENT] = Passes(states * (1 + _recomputed(job, STUDENT)) + calls, states)
-    for name, role in o.others.items():  # the student's update calls it once
-        # with heads there are cached latents too, and a gradient of the input costs two calls more
-        states, calls = (2 * role.updates, 3) if role.has_heads else (role.updates, 1)
-        by_role[name] = Passes(states * (1 + _recomputed(job, name)) + calls, states)
-    return by_role
+    """Return the passes in a step by network, with the blocks that backward passes recompute."""
+    asked = passes_asked(job)
+    return {
+        role: each._replace(forward=each.forward + each.backward * _recomputed(job, role))
+        if each.backward
+        else each
+        for role, each in asked.items()
+    }
 
 
 def _recomputed(job: Job, role: str) -> float:
@@ -128,34 +118,6 @@ def _network(job: Job, role: str) -> tuple[TransformerConfig, float]:
     shape = student_shape(job) if role == STUDENT else other_shape(job, job.others[role].role)
     network = network_of(*shape)
     return shape[0], network.trained_numel / (network.trained_numel + network.frozen_numel)
-
-
-def base_sweeps(job: Job) -> dict[str, float]:
-    """Return how often weights that all roles share come to the device in a step, by purpose: means.
-
-    Empty if they stay there, or if each role has its own.
-    """
-    if not (job.shares_base and job.teacher.sweeps):
-        return {}
-    steps, objective = job.batch.accumulation, job.objective
-    updates = len(objective.updates)
-    sweeps: dict[str, float] = {}
-    if objective.calls_at_samples:
-        together, calls = job.rolled_out, objective.student_calls(job.schedule)
-        if together > 1:  # as many as the longest; those of other roles have one more
-            longest = max(job.schedule.exits()) + (updates > 1)
-            sweeps["the student's samples"] = ceil(updates * steps / together) * longest
-        else:
-            sweeps["the student's samples"] = steps * calls
-    elif calls := objective.student_calls(job.schedule):
-        sweeps["the student's targets"] = steps * calls
-    groups = ceil(steps / job.swept)
-    if objective.predicts_at_noised:
-        sweeps["the teacher's predictions"] = groups
-    if objective.calls_at_samples:  # with more micro-steps their samples are known from a pass before
-        sweeps["scores at samples"] = groups * (1 if job.swept == 1 or steps == 1 else 2)
-    sweeps["learning, forward and backward"] = 2 * steps * updates
-    return sweeps
 
 
 class Times:
@@ -183,10 +145,10 @@ class Times:
 
     def moving(self) -> float:
         """Seconds of a step in which weights of the teacher come from CPU memory or a disk."""
-        j, o = self.job, self.job.objective
+        j = self.job
         if j.shares_base:
             return sum(base_sweeps(j).values()) * self._fetching()
-        calls = o.needs_teacher * max(1, o.predicts_at_noised + o.calls_at_samples)
+        calls = passes(j)[TEACHER].forward / j.branches
         return calls * ceil(j.batch.accumulation / j.swept) * self._passes() * self._fetching()
 
     def step(self) -> float:
