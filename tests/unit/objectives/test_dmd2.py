@@ -267,7 +267,7 @@ def test_calls_without_gradient_are_those_before_the_exits_of_the_trained_expert
     trained: Expert | None, mean_exit: float
 ) -> None:
     few = FewSteps((1.0, 0.95, 0.875, 0.7), 0.91)
-    schedule = FlowSchedule(7.0, 0.875, 0, 8, few=few, trained=trained)
+    schedule = FlowSchedule(7.0, 0.875, 0, 8, handover=0.875, few=few, trained=trained)
     objective = Objective((Dmd2(),))
     student, critic = (
         statistics.mean(one.rolled_out for one in passes_of(objective, role, schedule))
