@@ -4,8 +4,12 @@ from pathlib import Path
 
 from wandistiller.config.job import Job
 from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.files import ends_of_files
+from wandistiller.wan.components import VERSIONS, known_config
 from wandistiller.wan.pipeline import TINY, WanFolder, open_wan
-from wandistiller.wan.same_parts import other_parts
+
+OF_FILE = (*VERSIONS, "dtype", "torch_dtype", "transformers_version", "architectures")
+"""Keys of a config that say how its weights are stored, and by whom."""
 
 
 def same_latents_problems(stages: list[Job]) -> list[str]:
@@ -14,7 +18,7 @@ def same_latents_problems(stages: list[Job]) -> list[str]:
     for job in stages:
         if not (before := _before(job)):
             continue
-        other = other_parts(before.path, job.folder.path)
+        other = _other_parts(before.path, job.folder.path)
         if job.student.experts == "two" and before.boundary not in (None, job.folder.boundary):
             other.append(f"boundary_ratio ({before.boundary}, here {job.folder.boundary})")
         if other:
@@ -38,3 +42,26 @@ def _before(job: Job) -> WanFolder | None:
         return open_wan(name)
     except ConfigError:
         return None
+
+
+def _other_parts(first: Path, second: Path) -> list[str]:
+    """List in words the parts in which two pipelines differ: by settings, and the VAE also by its files.
+
+    Text encoders are published in several forms of one network. What is not on this machine is left out.
+    """
+    words = {"vae": "VAE", "text_encoder": "text encoder"}
+    other = [word for part, word in words.items() if _other_settings(first / part, second / part)]
+    weights = [
+        [ends for name, *ends in ends_of_files([folder / "vae"]) if name.endswith(".safetensors")]
+        for folder in (first, second)
+    ]
+    is_other = all(weights) and weights[0] != weights[1]
+    return [*dict.fromkeys(["VAE"] * is_other + other)]
+
+
+def _other_settings(*folders: Path) -> bool:
+    try:
+        one, other = (known_config(folder / "config.json") for folder in folders)
+    except ConfigError:
+        return False  # reported where it is read
+    return any(one[key] != other[key] for key in one.keys() & other.keys() if key not in OF_FILE)

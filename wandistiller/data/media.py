@@ -18,7 +18,7 @@ import torch
 from PIL import Image, ImageOps, ImageSequence, features
 from torch import Tensor
 
-from wandistiller.data.colours import RGB, WHITE, DepthError, coded_colours_problem, to_srgb
+from wandistiller.data.colours import RGB, WHITE, coded_colours_problem, to_srgb
 from wandistiller.data.lines import VIDEOS
 from wandistiller.data.videos import frame_rate, nearest, number_of_frames, read_frames
 from wandistiller.utils.files import content_fingerprint, digest, file_fingerprint
@@ -105,8 +105,6 @@ class MediaReader:
             fitted = self._fitted(path, size, begin)
             if begin and len(fitted) < most:  # its end is damaged
                 fitted = self._fitted(path, size, max(0, begin + len(fitted) - most))
-        except DepthError as error:
-            raise MediaError(str(error)) from None
         except UNREADABLE as error:
             if package := missing_package(path):
                 raise MediaError(f"cannot be read: this needs: pip install {package}") from None

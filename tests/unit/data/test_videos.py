@@ -13,7 +13,7 @@ from grey_videos import by_ffmpeg, encoder, timed_video, video
 from PIL import Image
 
 from wandistiller.data.media import MediaError, MediaReader, Size
-from wandistiller.data.videos import VideoError, number_of_frames, read_frames
+from wandistiller.data.videos import number_of_frames, read_frames
 from wandistiller.utils.images import write_mp4
 
 BLUE = (0, 0, 255)
@@ -132,7 +132,7 @@ def test_dolby_vision_is_read_by_its_base_layer_or_named(
     if is_read:
         assert len(list(read_frames(file, 30))) == 1
     else:
-        with pytest.raises(VideoError, match="Dolby Vision"):
+        with pytest.raises(ValueError, match="Dolby Vision"):
             next(read_frames(file, 30))
 
 
