@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from wandistiller.data.lines import (
-    DIALECTS,
     LAST_IMAGE,
     LINES,
     LISTS,
@@ -21,10 +21,13 @@ from wandistiller.data.lines import (
     MEDIA,
     NEGATIVE_PROMPT,
     NO_MEDIA,
+    ROWS,
+    SEPARATORS,
     VIDEOS,
     Table,
     beside,
     clean,
+    has_name,
     has_prompt,
     in_any_form,
     is_data,
@@ -33,7 +36,6 @@ from wandistiller.data.lines import (
     require_images,
     tables_in,
 )
-from wandistiller.data.names import Namesakes, has_name
 from wandistiller.tiny import clips, shapes
 from wandistiller.tiny.first_frames import ROWS as FIRST_FRAMES
 from wandistiller.utils.errors import ConfigError, is_text, readable
@@ -84,8 +86,8 @@ class PromptItem:
     """The image that a clip begins with, which the teacher makes."""
     last_image: Path | None = None
     """The one that it ends with."""
-    namesake: int = 0
-    """Number among rows of this prompt whose images have these names, in other folders."""
+    places: tuple[str, ...] = ()
+    """Paths of its images in the data, where rows of this prompt have images of these names elsewhere."""
 
     @property
     def images(self) -> list[Path]:
@@ -93,9 +95,9 @@ class PromptItem:
         return [image for image in (self.image, self.last_image) if image]
 
     @property
-    def key(self) -> tuple[str | int, ...]:
-        """Key of random numbers: the prompt, the names of the given images, and the number of a namesake."""
-        return self.prompt, *(image.name for image in self.images), *filter(None, [self.namesake])
+    def key(self) -> tuple[str, ...]:
+        """Key of random numbers: the prompt and the names of the given images, with folders if need be."""
+        return self.prompt, *(self.places or (image.name for image in self.images))
 
     @property
     def begins_with(self) -> Path | None:
@@ -181,16 +183,10 @@ def read_dataset(data_path: str, *, thumbnails: bool = True, first_frames: bool 
         prompts = EMBEDDED[data_path]
         kinds, hashes = [MediaType.PROMPT] * len(prompts), [_hash(p) for p in prompts]
         return PromptDataset(lambda row: PromptItem(prompts[row]), kinds, hashes)
-    if not path.exists():
-        raise ConfigError(
-            f"{data_path}: no such file or folder. Give prompts ({', '.join(LISTS)}), a folder of media, or "
-            "`tiny`."
-        )
     if not (path.is_dir() or (path.is_file() and path.suffix.lower() in LISTS)):
-        raise ConfigError(
-            f"{data_path}: not a {', '.join(LISTS)} or folder. Write prompts into a .txt, one a line, or "
-            "give a folder."
-        )
+        why = f"not a {', '.join(LISTS)} or folder" if path.exists() else "no such file or folder"
+        remedy = f"Give a .txt with one prompt a line, a folder of media, {ROWS}, or `tiny`."
+        raise ConfigError(f"{data_path}: {why}. {remedy}")
     index = _Index(path if path.is_dir() else path.parent, thumbnails, first_frames)
     if path.is_dir():
         index.add_folder()
@@ -219,14 +215,12 @@ class _Index:
         # names of the files, packed: a str for each would take 90 bytes
         self._names, self._ends = bytearray(), array("q", [0])
         self._file, self._offset = array("i"), array("q")
-        self.kinds, self.hashes, self._namesakes = array("B"), array("Q"), Namesakes()
+        self.kinds, self.hashes, self._named = array("B"), array("Q"), array("Q")
         self._tables: dict[int, Table] = {}
-        self._looked_up = Counter[str]()
-        """Names in each column that is not used that were looked for."""
+        self._looked_up = Counter[str]()  # names in each column that is not used
         self.unused: dict[str, str] = {}
         self.unknown: list[Path] = []
-        self.problems: list[str] = []
-        """The first SHOWN of them; `wrong` counts all."""
+        self.problems: list[str] = []  # the first SHOWN of them; `wrong` counts all
         self.wrong = 0
 
     def read(self, row: int) -> PromptItem:
@@ -241,8 +235,18 @@ class _Index:
         return self._item(row, clean(prompt), *(in_any_form(path.parent / name) for name in names))
 
     def _item(self, row: int, prompt: str, *media: Path) -> PromptItem:
-        given = (None, *media) if self.kinds[row] in GIVEN else media[:1]
-        return PromptItem(prompt, *given, namesake=self._namesakes.number(row))
+        if self.kinds[row] not in GIVEN:
+            return PromptItem(prompt, *media[:1])
+        places = media if self._named[row] in self._shared else ()
+        inside = (os.path.relpath(image, self._root) for image in places)
+        return PromptItem(prompt, None, *media, places=tuple(inside))
+
+    @cached_property
+    def _shared(self) -> set[int]:
+        """Hashes of a prompt and images' names that several rows have, with images of other folders."""
+        rows = np.unique(self.hashes, return_index=True)[1]
+        values, times = np.unique(np.asarray(self._named)[rows], return_counts=True)
+        return {*values[times > 1].tolist()}
 
     def add_folder(self) -> None:
         seen = {os.path.realpath(self._root)}  # links may lead back
@@ -313,7 +317,7 @@ class _Index:
         self._add_file(name)
         with path.open("rb") as stream:
             try:
-                if (ending := _ending(name)) in DIALECTS:
+                if (ending := _ending(name)) in SEPARATORS:
                     self._tables[len(self._ends) - 2] = Table(stream, ending)
                 lines = self._tables.get(len(self._ends) - 2) or LINES[ending]
                 offset, line = lines.start, 1 + lines.header_lines
@@ -324,10 +328,10 @@ class _Index:
                     except ValueError as error:
                         self._add_problem(f"{path}, line {line}: {error}")
                     offset, line = end, line + number
-            except UnicodeDecodeError as error:
-                self._add_problem(f"{path}, line {line}: not UTF-8: {error}. Save it as UTF-8.")
             except ValueError as error:
-                self._add_problem(f"{path}, line {line}: {error}")
+                is_text = not isinstance(error, UnicodeDecodeError)
+                why = error if is_text else f"not UTF-8: {error}. Save it as UTF-8."
+                self._add_problem(f"{path}, line {line}: {why}")
 
     def _add_checked(
         self, offset: int, prompt: str, media: list[str], others: list[tuple[str, str]], path: Path
@@ -341,8 +345,10 @@ class _Index:
             media, others = media[:1], others + [(LAST_IMAGE, last) for last in media[1:]]
         if len(media) == 2:
             require_images(*media)
-        if missing := [path.parent / name for name in media if not in_any_form(path.parent / name).is_file()]:
-            raise ValueError(f"no such file: {missing[0]}. Fix the name.")
+        if missing := [name for name in media if not in_any_form(path.parent / name).is_file()]:
+            why = f"no such file: {path.parent / missing[0]}. Fix the name."
+            address = f"{missing[0]} is an address. Fetch the file, and write its name."
+            raise ValueError(address if "://" in missing[0] else why)
         for column, text in others:
             if column == NEGATIVE_PROMPT and text or "." in text[-6:] and _ending(text) in MEDIA:
                 self.unused.setdefault(column, text[:LONGEST_NAME])
@@ -371,8 +377,7 @@ class _Index:
         self._offset.append(offset)
         self.kinds.append(self._type_of(*media))
         self.hashes.append(_hash(prompt, *media))
-        if self.kinds[-1] in GIVEN:
-            self._namesakes.add(len(self.kinds) - 1, self.hashes[-1], prompt, *media)
+        self._named.append(_hash(prompt, *(os.path.basename(name) for name in media)))
 
     def _type_of(self, medium: str = "", *last: str) -> MediaType:
         if is_video(medium):

@@ -79,8 +79,7 @@ class LatentCache:
         if item.media:
             return self._reader.key(item.media, sample.size, sample.clip)
         images = [self._reader.key(image, sample.size) for image in item.images]
-        namesake = filter(None, [item.namesake])  # for its noise
-        return digest(item.prompt, sample.rollout_index, size, *images, *namesake)
+        return digest(item.prompt, sample.rollout_index, size, *images)
 
     def __contains__(self, key: str) -> bool:
         return key in self._made or key in self._media

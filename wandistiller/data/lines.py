@@ -5,6 +5,7 @@ import html
 import json
 import re
 import unicodedata
+from bisect import bisect_left
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,8 +17,9 @@ from wandistiller.utils.files import PARTIAL
 
 LONGEST_LINE = 2**16
 """Bytes; only the first 512 tokens of a prompt are used."""
-DIALECTS = {".csv": "excel", ".tsv": "excel-tab"}
-LISTS = (".txt", ".jsonl", *DIALECTS)
+SEPARATORS = {".csv": ",;\t", ".tsv": "\t,;"}
+"""Characters between the fields of a table, by its ending, most usual first; its header decides."""
+LISTS = (".txt", ".jsonl", *SEPARATORS)
 IMAGES = set(
     ".png .jpg .jpeg .jpe .jfif .webp .bmp .tif .tiff .avif .heic .heif .jxl .jp2 .tga .ppm .pgm".split()
 )
@@ -27,15 +29,8 @@ NO_MEDIA = {"", *LISTS, *".json .yaml .yml .toml .xml .html .md .rst .log .py .s
 """Endings of files that may lie beside a list of prompts of the same name."""
 PROMPT_COLUMNS = ("prompt", "caption", "text", "description")
 """Names of columns, and of keys in JSON lines; in a row the first that is filled."""
-MEDIA_COLUMNS = (
-    *"filename filepath path img img_path file file_name file_path".split(),
-    *(
-        kind + end
-        for kind in ("media", "image", "video", "clip", "picture")
-        for end in ("", "s", "_file", "_name", "_path")
-    ),
-)
-"""The same for media, of which a row has one."""
+MEDIA_COLUMNS = "image video media file path file_name file_path image_path video_path media_path".split()
+"""The same for media, of which a row has one: those that datasets and trainers write."""
 LAST_IMAGE = "last_image"
 """The column of the image that a clip ends with, beside that of the one that it begins with."""
 NEGATIVE_PROMPT = "negative_prompt"
@@ -60,6 +55,12 @@ def has_prompt(text: str) -> bool:
     return any(unicodedata.category(c) not in ("Cc", "Cf", "Zs", "Zl", "Zp") for c in clean(text))
 
 
+def has_name(names: list[str], stem: str, endings: list[str]) -> bool:
+    """Return whether a sorted list has a name; a set would double the memory of a long list."""
+    places = ((stem + ending, bisect_left(names, stem + ending)) for ending in endings)
+    return any(place < len(names) and names[place] == name for name, place in places)
+
+
 def prompt_problems(where: str, key: str, prompts: list[str], *, none: bool = False) -> list[str]:
     """List the prompts in which cleaning leaves nothing to see; "" only unless it is allowed as `none`."""
     remedy = "Write some text" + (', or "" for none.' if none else ".")
@@ -73,6 +74,7 @@ def is_data(name: str) -> bool:
     return not (name.startswith((".", "~$")) or small in LEFT_OUT or small.endswith(PARTIAL))
 
 
+ROWS = 'a .jsonl of rows such as {"prompt": "...", "video": "a.mp4"}'
 OLD_MAC = "lines end with CR alone, as on old Macs. Save the file with LF."
 Item = tuple[str, list[str], list[tuple[str, str]]]
 """Prompt, names of medium and last image if there are, and other texts of a record, with columns or keys."""
@@ -101,6 +103,8 @@ class TextLines:
             line = raw.decode("utf-8" if end else "utf-8-sig").strip()
             if "\r" in line and not self.takes_cr:
                 raise ValueError(OLD_MAC)
+            if " " not in line and Path(line).suffix.lower() in MEDIA:
+                raise ValueError(f"{line} is the name of a file, where a prompt should be. Write {ROWS}.")
             end += len(raw)
             yield end, 1, "" if line.startswith("#") else line
 
@@ -135,7 +139,8 @@ class Table:
 
     def __init__(self, stream: BinaryIO, ending: str):
         """Read the header. Raises ValueError with the reason."""
-        self._dialect = DIALECTS[ending]
+        header = stream.readline(LONGEST_LINE)
+        self._separator = max(SEPARATORS[ending], key=lambda mark: header.count(mark.encode()))
         self.start, self.header_lines, header = next(self.records(stream, 0), (0, 0, []))
         self._names = [name.strip().lower() for name in header]
         used = [name for name in self._names if name in USED_COLUMNS]
@@ -169,7 +174,7 @@ class Table:
 
         stream.seek(start)
         try:
-            for fields in csv.reader(numbered(), self._dialect, strict=True):
+            for fields in csv.reader(numbered(), delimiter=self._separator, strict=True):
                 yield end, lines, fields
                 begun, lines = end, 0
         except csv.Error as error:
@@ -200,8 +205,8 @@ def _item(row: list[tuple[str, Any]], without_prompt: str) -> Item:
     last = [(LAST_IMAGE, values[LAST_IMAGE])] if values.get(LAST_IMAGE) else []
     if wrong := [key for key, name in media + last if not isinstance(name, str)]:
         raise ValueError(f"`{wrong[0]}` is no text. Write the name of one file.")
-    if another := next((named for named in media if named[1] != media[0][1]), None):
-        (one, first), (other, second) = media[0], another
+    if len(media) > 1:
+        (one, first), (other, second), *_ = media
         raise ValueError(f"two media: `{one}` is {first}, `{other}` is {second}. Keep one of them.")
     others = [(key, text) for key, value in row if key not in USED_COLUMNS for text in _texts(value)]
     if last and not media:

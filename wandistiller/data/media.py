@@ -50,8 +50,8 @@ OPAQUE = set(
     ".jpg .jpeg .jpe .jfif .ppm .pgm .mp4 .m4v .mpg .mpeg .ts .m2ts .mts .wmv .flv .ogv .3gp".split()
 )
 """Endings of formats without alpha."""
-GIF_LEAST, GIF_DEFAULT = 20, 100
-"""Milliseconds: what browsers, and FFmpeg, show a picture for that is said to take less than the first."""
+GIF_DEFAULT = 100
+"""Milliseconds for which FFmpeg shows a picture that is said to take none."""
 MOST_ENLARGED = 16
 """Greatest factor by which a picture is enlarged; a sliver would fill gigabytes, a dot is no picture."""
 ORIENTATION = 0x0112  # of EXIF
@@ -182,8 +182,7 @@ def _gif_spans(image: Image.Image, fps: float) -> Iterator[tuple[int, int]]:
     """Go through a GIF; yield for each picture the numbers of the frames that show it: first, and after."""
     rate, at, shown = frame_rate(fps), Fraction(0), 0
     for frame in ImageSequence.Iterator(image):
-        milliseconds = frame.info.get("duration", 0)
-        at += Fraction(milliseconds if milliseconds >= GIF_LEAST else GIF_DEFAULT) / 1000
+        at += Fraction(frame.info.get("duration") or GIF_DEFAULT) / 1000
         if (end := nearest(at * rate)) > shown:
             yield shown, end
             shown = end
@@ -198,6 +197,8 @@ def _upright(path: Path, background: RGB) -> Image.Image:
             raise MediaError(reason)
         # a .jpg of format MPO has previews or a second eye behind its picture
         if getattr(image, "is_animated", False) and image.format != "MPO":
+            if image.format == "TIFF":
+                raise MediaError(f"has {image.n_frames} pages; save the one that is meant as a picture")
             raise MediaError("is animated; save one picture of it, or the whole as .gif or .mp4")
         shown = to_srgb(image, background)
         shown.getexif()[ORIENTATION] = image.getexif().get(ORIENTATION, 1)
@@ -234,7 +235,7 @@ def pixels_depend_on(path: Path, background: RGB, fit: str = CROP) -> list[objec
     ending, bars = path.suffix.lower(), [LETTERBOX, background] if fit == LETTERBOX else []
     over = [background] if ending not in OPAQUE and background != WHITE else []
     if ending in VIDEOS:
-        return ["sRGB by time", *over, *bars]
+        return ["sRGB by time", *(["10 ms"] if ending == ".gif" else []), *over, *bars]
     return ["sRGB", *over, *bars, *filter(None, [missing_package(path)])]
 
 

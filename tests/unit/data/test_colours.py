@@ -168,17 +168,12 @@ def with_cicp(file: Path, primaries: int, transfer: int) -> Path:
 
 @pytest.mark.parametrize("name", ["a.png", "a.avif"])
 @pytest.mark.parametrize(
-    ("primaries", "transfer", "reason"),
-    [
-        (9, 16, r"HDR picture \(PQ\)"),
-        (9, 18, r"HDR picture \(HLG\)"),
-        (1, 8, "function 8"),
-        (12, 13, "wider colours"),
-    ],
+    ("primaries", "transfer"), [(9, 16), (9, 18), (1, 8), (12, 13)], ids=["PQ", "HLG", "linear", "P3"]
 )
 def test_pictures_whose_code_points_are_not_srgb_are_named(
-    tmp_path: Path, name: str, primaries: int, transfer: int, reason: str
+    tmp_path: Path, name: str, primaries: int, transfer: int
 ) -> None:
+    reason = rf"is an HDR or wide-gamut picture \(primaries {primaries}, transfer function {transfer} of"
     with pytest.raises(MediaError, match=reason):
         MediaReader(16.0).read(with_cicp(tmp_path / name, primaries, transfer), Size(16, 16, 1))
 

@@ -36,7 +36,7 @@ def touched(folder: Path, *names: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl"])
-@pytest.mark.parametrize("column", ["video_path", "file_name", "videos", "Image_Path".lower(), "path"])
+@pytest.mark.parametrize("column", ["Video_Path", "file_name", "media_path", "path"])
 def test_media_are_found_under_their_usual_names(tmp_path: Path, ending: str, column: str) -> None:
     (file,) = touched(tmp_path, "in/a.mp4")
     rows = [{"caption": "a", column: "in/a.mp4", "width": "8"}, {"caption": "b", column: "", "width": ""}]
@@ -44,6 +44,61 @@ def test_media_are_found_under_their_usual_names(tmp_path: Path, ending: str, co
         PromptItem("a", file),
         PromptItem("b"),
     ]
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.tsv"])
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+@pytest.mark.parametrize("start", ["", "\ufeff"], ids=["plain", "byte order mark"])
+def test_fields_are_separated_as_in_the_header(tmp_path: Path, name: str, separator: str, start: str) -> None:
+    """Excel writes semicolons where decimals have a comma."""
+    (file,) = touched(tmp_path, "a b.png")
+    rows = [["prompt", "image"], ['"one, two; three"', "a b.png"], ["four", ""]]
+    (tmp_path / name).write_text(start + "\r\n".join(map(separator.join, rows)), newline="")
+    assert list(read_dataset(str(tmp_path / name))) == [
+        PromptItem("one, two; three", file),
+        PromptItem("four"),
+    ]
+
+
+REFUSED = {
+    "a.jsonl": (
+        '{"prompt": "a", "image": "a.png", "video": "a.png"}',
+        "two media: `image` is a.png, `video` is a.png. Keep one of them.",
+    ),
+    "b.csv": (
+        "prompt,image\na,https://example.org/a.png",
+        "https://example.org/a.png is an address. Fetch the file, and write its name.",
+    ),
+    "c.txt": (
+        "a red ball\nin/a.mp4\nin/b.mp4",
+        "in/a.mp4 is the name of a file, where a prompt should be. Write a .jsonl of rows such as "
+        '{"prompt": "...", "video": "a.mp4"}.',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_rows_that_are_no_prompt_with_a_medium_are_named_once(tmp_path: Path, name: str) -> None:
+    touched(tmp_path, "a.png")
+    text, problem = REFUSED[name]
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        read_dataset(str(tmp_path / name))
+    line = 1 if name == "a.jsonl" else 2
+    assert raised.value.problems == [f"{tmp_path / name}, line {line}: {problem}"]
+
+
+def test_a_file_that_is_no_list_is_told_what_can_be_given(tmp_path: Path) -> None:
+    for file in touched(tmp_path, "a.pt", "a.json", "a.mp4"):
+        with pytest.raises(ConfigError, match=f"{file}: not a .txt, .*a folder of media, a .jsonl of rows"):
+            read_dataset(str(file))
+
+
+def test_images_of_rows_and_of_a_flag_are_not_mixed(tmp_path: Path) -> None:
+    first, other = touched(tmp_path, "a.png", "b.png")
+    file = table(tmp_path / "t.jsonl", [{"prompt": "a", "image": "a.png"}])
+    with pytest.raises(ConfigError, match=f"`image` is .*{file} has images of its own, such as {first}"):
+        read_items([str(file)], [str(other)])
 
 
 @pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl"])
@@ -54,25 +109,22 @@ def test_a_row_may_have_an_image_or_a_video(tmp_path: Path, ending: str) -> None
 
 
 @pytest.mark.parametrize("is_absolute", [False, True])
-def test_of_rows_with_one_prompt_and_name_of_an_image_the_later_have_noise_of_their_own(
+def test_rows_of_one_prompt_and_name_of_an_image_have_noise_by_its_path_in_the_data(
     tmp_path: Path, is_absolute: bool
 ) -> None:
     """Whatever the machine calls the folders; all other rows have the noise of their prompt and names."""
-    given = [("a", "day/f.png"), ("a", "g.png"), ("a", "night/f.png"), ("b", "night/f.png")]
-    given += [("a", "night/f.png"), ("a", "f.png")]  # a duplicate, and the third of this name
+    given = [("a", "day/f.png"), ("a", "in/g.png"), ("a", "night/f.png"), ("b", "night/f.png")]
+    given += [("a", "night/f.png"), ("a", "in/g.png")]  # duplicates
     touched(tmp_path, *(name for _, name in given))
     start = f"{tmp_path}/" if is_absolute else ""
     rows = [{"prompt": prompt, "image": start + name} for prompt, name in given]
     items = read_dataset(str(table(tmp_path / "t.jsonl", rows)), first_frames=True)
-    shared, other = ("a", "f.png"), [("a", "g.png"), ("b", "f.png")]
-    assert [item.key for item in items] == [shared, other[0], (*shared, 1), other[1], (*shared, 2)]
-
-
-def test_files_of_one_name_in_the_folders_of_a_folder_have_noise_of_their_own(tmp_path: Path) -> None:
-    for image in touched(tmp_path, "day/f.png", "day/g.png", "night/f.png"):
-        image.with_suffix(".txt").write_text("a")
-    items = read_dataset(str(tmp_path), first_frames=True)
-    assert [item.key for item in items] == [("a", "f.png"), ("a", "g.png"), ("a", "f.png", 1)]
+    assert [item.key for item in items] == [
+        ("a", "day/f.png"),
+        ("a", "g.png"),
+        ("a", "night/f.png"),
+        ("b", "f.png"),
+    ]
 
 
 @pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl"])
