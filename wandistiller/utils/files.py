@@ -179,25 +179,44 @@ def ends_of_files(folders: Iterable[Path]) -> list[tuple[str, int, str]]:
     return parts
 
 
-def file_digest(file: Path) -> str:
-    return digest(_ends(file))
+def file_digest(file: Path, ends: int = 1 << 20) -> str:
+    """Hash a file's size, and so many bytes of its head and of its tail."""
+    return digest(_ends(file, ends))
 
 
-def _ends(file: Path) -> tuple[int, str]:
+def _ends(file: Path, ends: int = 1 << 20) -> tuple[int, str]:
     size = file.stat().st_size
     with file.open("rb") as stream:
-        head = stream.read(1 << 20)
-        stream.seek(max(0, size - (1 << 20)))
+        head = stream.read(ends)
+        stream.seek(max(0, size - ends))
         return size, hashlib.blake2b(head + stream.read(), digest_size=8).hexdigest()
 
 
 def file_fingerprint(path: Path) -> str:
     """Fingerprint a file by path, size and modification time; another one if it changed or is missing."""
     try:
-        status = path.stat()
+        return digest(str(path), *_stamp(path))
     except OSError:
         return digest(str(path), None)
-    return digest(str(path), status.st_size, status.st_mtime_ns)
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    """Return size and time of change, in ns."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def file_record(path: Path, known: str | None = None) -> str | None:
+    """Return size, time of change, and the hash of 64 KiB of head and tail of a file; None if it is away.
+
+    Args:
+        known: an earlier one, which is returned while size and time are the same.
+    """
+    try:
+        begin = "{} {} ".format(*_stamp(path))
+        return known if known and known.startswith(begin) else begin + file_digest(path, 1 << 16)
+    except OSError:
+        return None
 
 
 def content_fingerprint(path: Path) -> str:
