@@ -76,10 +76,7 @@ def _eight_bit(image: Image.Image) -> Image.Image:
     16-bit colours are 8-bit already: Pillow takes their upper byte.
     """
     if image.mode == "F" or (image.mode == "I" and image.format not in ("PPM", "PNG")):
-        raise ValueError(
-            f"its numbers are {'floating-point' if image.mode == 'F' else '32-bit or signed'}, and which of "
-            "them is white is not known; save it with 8 or 16 bits"
-        )
+        raise ValueError(f"which number is white in its mode {image.mode} is not known; save 8 or 16 bits")
     if image.mode != "I" and not image.mode.startswith("I;16"):
         return image
     tags = getattr(image, "tag_v2", {})  # of TIFF

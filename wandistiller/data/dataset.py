@@ -4,7 +4,6 @@ import hashlib
 import os
 import unicodedata
 from array import array
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -47,8 +46,6 @@ EMBEDDED = {
     "tiny-video": clips.SEEN,
     "tiny-video:held_out": clips.HELD_OUT,
 }
-MOST_LOOKED_UP = 100_000
-"""Names in a column that is not used that are looked for at most: they may be of another machine."""
 LONGEST_NAME = 255
 """Characters of a text that may be a file's name."""
 SHOWN = 20
@@ -217,7 +214,6 @@ class _Index:
         self._file, self._offset = array("i"), array("q")
         self.kinds, self.hashes, self._named = array("B"), array("Q"), array("Q")
         self._tables: dict[int, Table] = {}
-        self._looked_up = Counter[str]()  # names in each column that is not used
         self.unused: dict[str, str] = {}
         self.unknown: list[Path] = []
         self.problems: list[str] = []  # the first SHOWN of them; `wrong` counts all
@@ -358,10 +354,7 @@ class _Index:
     def _require_no_file(self, column: str, text: str, path: Path) -> None:
         """Raise ValueError if a text that is not used names a file beside the table."""
         is_text = column == NEGATIVE_PROMPT or "://" in text or len(text) > LONGEST_NAME
-        if is_text or self._looked_up[column] >= MOST_LOOKED_UP:
-            return
-        self._looked_up[column] += 1
-        if in_any_form(path.parent / text).is_file():
+        if not is_text and in_any_form(path.parent / text).is_file():
             raise ValueError(
                 f"`{column}` names {text}, which is there, but is not used. Rename it to image, video or "
                 f"file, to {LAST_IMAGE} if a clip ends with it, or take it out."

@@ -75,7 +75,6 @@ def is_data(name: str) -> bool:
 
 
 ROWS = 'a .jsonl of rows such as {"prompt": "...", "video": "a.mp4"}'
-OLD_MAC = "lines end with CR alone, as on old Macs. Save the file with LF."
 Item = tuple[str, list[str], list[tuple[str, str]]]
 """Prompt, names of medium and last image if there are, and other texts of a record, with columns or keys."""
 
@@ -85,8 +84,6 @@ class TextLines:
 
     start = header_lines = 0
     """Bytes and lines before the first record."""
-    takes_cr = False
-    """CR within a record is white space."""
 
     def records(self, stream: BinaryIO, start: int) -> Iterator[tuple[int, int, str]]:
         """Yield the byte after a record, its number of lines, and its content.
@@ -101,8 +98,6 @@ class TextLines:
             if len(raw) > LONGEST_LINE:
                 raise ValueError(f"over {LONGEST_LINE} bytes. Write one prompt a line.")
             line = raw.decode("utf-8" if end else "utf-8-sig").strip()
-            if "\r" in line and not self.takes_cr:
-                raise ValueError(OLD_MAC)
             if " " not in line and Path(line).suffix.lower() in MEDIA:
                 raise ValueError(f"{line} is the name of a file, where a prompt should be. Write {ROWS}.")
             end += len(raw)
@@ -110,13 +105,13 @@ class TextLines:
 
     def item(self, line: str) -> Item | None:
         """Return what a record says; None if that is nothing. Raises ValueError with the reason."""
+        if "\r" in line:
+            raise ValueError("lines end with CR alone, as on old Macs. Save the file with LF.")
         return (line, [], []) if has_prompt(line) else None
 
 
 class JsonLines(TextLines):
     """The lines of a .jsonl, each an object."""
-
-    takes_cr = True
 
     def item(self, line: str) -> Item | None:
         """Return what a line says; None if it is blank. Raises ValueError with the reason."""
@@ -125,8 +120,7 @@ class JsonLines(TextLines):
         try:
             entry = json.loads(line, object_pairs_hook=_without_duplicates)
         except (ValueError, RecursionError) as error:
-            cause = OLD_MAC if "\r" in line else f"not valid JSON: {error}. Write one object a line."
-            raise ValueError(cause) from None
+            raise ValueError(f"not valid JSON: {error}. Write one object a line.") from None
         row = [(k.strip().lower(), value) for k, value in entry.items()] if isinstance(entry, dict) else []
         if twice := _twice([key for key, _ in row]):
             raise ValueError(f"two keys `{twice}`, which differ in capitals or spaces. Keep one.")

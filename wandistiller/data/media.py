@@ -6,7 +6,7 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from importlib import import_module
 from importlib.util import find_spec
@@ -24,17 +24,8 @@ from wandistiller.data.videos import frame_rate, nearest, number_of_frames, read
 from wandistiller.utils.files import content_fingerprint, digest, file_fingerprint
 
 UNREADABLE = (
-    ArithmeticError,
-    EOFError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-    struct.error,
-    zlib.error,
-    Image.DecompressionBombError,
+    *(ArithmeticError, EOFError, LookupError, OSError, RuntimeError, SyntaxError, TypeError, ValueError),
+    *(struct.error, zlib.error, Image.DecompressionBombError),
 )
 """Exceptions of Pillow, and of videos, for files that cannot be read."""
 PLUGINS = {
@@ -88,6 +79,7 @@ class MediaReader:
     """`crop`: scaled to cover, and cropped in the middle; `letterbox`: all of it, with bars."""
     clips: int = 1
     """Clips of each video; 1: the first frames alone."""
+    _keys: dict[tuple[str, Size, int], str] = field(default_factory=dict, compare=False, repr=False)
 
     def read(self, path: Path, size: Size, clip: int = 0) -> Tensor:
         """Read an image, or a clip of a video: pixels_CFHW in [-1, 1].
@@ -117,11 +109,18 @@ class MediaReader:
         return torch.from_numpy(np.stack(fitted)).permute(3, 0, 1, 2) / 127.5 - 1
 
     def key(self, path: Path, size: Size, clip: int = 0) -> str:
-        """Return a key of what is read.
+        """Return a key of what is read, as the file was when it was first asked for.
 
-        An image that clips begin or end with has one of its content: the teacher's clips take hours. Other
-        media may be a million files, which are not read for it.
+        So what is cached is found when a file changes or goes away. An image that clips begin or end with has
+        one of its content: the teacher's clips take hours. Other media may be a million files, which are not
+        read for it.
         """
+        asked = str(path), size, clip
+        if asked not in self._keys:
+            self._keys[asked] = self._key(path, size, clip)
+        return self._keys[asked]
+
+    def _key(self, path: Path, size: Size, clip: int) -> str:
         more = pixels_depend_on(path, self.background, self.fit)
         if clip:  # the first is that of a run of one clip
             more.append(f"clip {clip} of {self.clips}")

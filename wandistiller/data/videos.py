@@ -147,22 +147,13 @@ def _shown(
     before, least = first.pts, math.ceil(1 / frame_rate(fps) / stream.time_base)  # it shows one, if short
     for frame in chain([first], others, [None]):
         if frame:
-            lasts = _lasts(frame.duration, frame.pts - before)
-            before, frame.duration = frame.pts, max(lasts, first.pts + least - frame.pts)
+            if frame.duration <= 1:  # made up: FFmpeg takes the gap then, for the last one's
+                frame.duration = max(frame.duration, frame.pts - before)
+            before, frame.duration = frame.pts, max(frame.duration, first.pts + least - frame.pts)
         graph.push(frame)
         with suppress(BlockingIOError, EOFError):  # of PyAV, where there is none yet, or no more
             while True:
                 yield Image.fromarray(_turned(graph.pull().to_ndarray(), matrix))
-
-
-def _lasts(stored: int, gap: int) -> int:
-    """Return how long the last frame is shown, as FFmpeg estimates it: 1 and 0 may be made up.
-
-    Args:
-        stored: in the file.
-        gap: since the frame before it.
-    """
-    return stored if stored > 1 else max(stored, gap)
 
 
 def _in_srgb(frame: "VideoFrame") -> str:
@@ -208,6 +199,6 @@ def _counted(path: Path, _: str, rate: Fraction) -> int:
         times = sorted((pts, packet.duration or 0) for pts, packet in packets if pts is not None)
         if not times:
             raise ValueError("no frame of it can be decoded")
-        first, before, (last, stored) = times[0][0], times[-2:][0][0], times[-1]
-        end = last + _lasts(stored, last - before)
+        first, before, (last, duration) = times[0][0], times[-2:][0][0], times[-1]
+        end = last + (duration if duration > 1 else max(duration, last - before))  # as above
         return max(1, nearest((end + offset) * tick) - nearest((first + offset) * tick))
