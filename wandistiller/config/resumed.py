@@ -36,15 +36,13 @@ def resumed(job: Job) -> Job:
 
 def _media_problems(job: Job) -> list[str]:
     """Name the media that were replaced under their names since the checkpoint's run began."""
-    replaced = replaced_media(job.resume_from.parents[1] / RECORD, job.run.data_path)
-    if not replaced:
-        return []
-    more = f" and {len(replaced) - NAMED} more" if len(replaced) > NAMED else ""
-    return [
-        f"{job.resume_from}: {len(replaced)} of the run's media were replaced since it began: "
-        f"{', '.join(replaced[:NAMED])}{more}. Put them back, give another --output_dir, --resume never to "
-        "start anew, or --allow_changed data to go on with what they are now."
-    ]
+    names = replaced_media(job.resume_from.parents[1] / RECORD, job.run.data_path)
+    named = ", ".join(names[:NAMED] + ["..."] * (len(names) > NAMED))
+    why = f"{len(names)} of the run's media were replaced since it began: {named}."
+    remedy = (
+        "Put them back, give another --output_dir, --resume never to start anew, or --allow_changed data."
+    )
+    return [f"{job.resume_from}: {why} {remedy}"] if names else []
 
 
 def _network_problems(job: Job) -> list[str]:

@@ -38,7 +38,6 @@ from wandistiller.data.lines import (
 from wandistiller.tiny import clips, shapes
 from wandistiller.tiny.first_frames import ROWS as FIRST_FRAMES
 from wandistiller.utils.errors import ConfigError, is_text, readable
-from wandistiller.utils.files import PARTIAL
 
 EMBEDDED = {
     "tiny": shapes.SEEN,
@@ -192,14 +191,10 @@ def read_dataset(data_path: str, *, thumbnails: bool = True, first_frames: bool 
     if index.problems:
         more = index.wrong - len(index.problems)
         raise ConfigError(*index.problems, *([f"{data_path}: {more} more are wrong."] if more else []))
-    if not index.hashes and index.unknown:
-        known = ", ".join(sorted(MEDIA))
-        raise ConfigError(
-            f"{data_path}: no file in it can be read: {index.unknown[0]} and {len(index.unknown) - 1} more "
-            f"with a prompt beside them. Known endings: {known}."
-        )
     if not index.hashes:
-        raise ConfigError(f"{data_path}: no prompt in it. Write one prompt a line{tables_in(path)}.")
+        known = f"has a prompt, but an ending that is not known. Known ones: {', '.join(sorted(MEDIA))}."
+        none = f"{data_path}: no prompt in it. Write one prompt a line{tables_in(path)}."
+        raise ConfigError(f"{index.unknown[0]}: {known}" if index.unknown else none)
     return PromptDataset(index.read, index.kinds, index.hashes, index.unknown, index.thumbnails, index.unused)
 
 
@@ -252,21 +247,11 @@ class _Index:
             }
             subfolders[:] = sorted(name for place, name in inner.items() if place not in seen)
             seen.update(inner)
-            # NAME.part is what there is of NAME; aria2 writes NAME itself, beside its NAME.aria2
-            partial = {os.path.splitext(name)[0] for name in names if name.lower().endswith(PARTIAL)}
-            unfinished = {unicodedata.normalize("NFC", os.path.splitext(name)[0]) for name in partial}
-            names = sorted(name for name in names if is_data(name) and name not in partial)
             inside = os.path.relpath(folder, self._root)
-            self._add_names(Path(folder), inside, names, unfinished)
+            self._add_names(Path(folder), inside, sorted(filter(is_data, names)))
 
-    def _add_names(self, folder: Path, inside: str, names: list[str], unfinished: set[str]) -> None:
-        """Add the files of one folder.
-
-        Args:
-            inside: the folder's path in the data.
-            names: sorted.
-            unfinished: names, without ending, of files that are still being written.
-        """
+    def _add_names(self, folder: Path, inside: str, names: list[str]) -> None:
+        """Add the files of one folder, whose path in the data is `inside`; `names` are sorted."""
         endings = {os.path.splitext(n)[1] for n in names}
         media = [e for e in endings if e.lower() in MEDIA]
         videos = [e for e in media if e.lower() in VIDEOS]
@@ -283,7 +268,6 @@ class _Index:
                     self._add_medium(whole)
             elif ending.lower() == ".txt" and not has_name(composed, stem, media):
                 unused = [folder / f"{stem}{e}" for e in unknown if has_name(composed, stem, [e])]
-                unused += [folder / name] * (stem in unfinished and not unused)
                 self.unknown += unused
                 if not unused:
                     self.add_lines(whole)

@@ -72,7 +72,7 @@ class LatentCache:
         form = ["a tensor for each state"] * rollouts.keep_path  # of the files, else older ones would be read
         self._made = TensorCache(cache / "latents" / digest(teacher_fingerprint, str(rollouts.making), *form))
         of_media = cache / "latents" / digest(fingerprint([folder.path / "vae"]))
-        self._media = MediaCache(of_media, cache / "latents" / "unusable.json", samples_per_file)
+        self._media = MediaCache(of_media, cache / "latents" / "reasons.json", samples_per_file)
 
     def key(self, sample: Sample) -> str:
         item, size = sample.item, str(sample.size)

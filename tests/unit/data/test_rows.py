@@ -60,40 +60,6 @@ def test_fields_are_separated_as_in_the_header(tmp_path: Path, name: str, separa
     ]
 
 
-REFUSED = {
-    "a.jsonl": (
-        '{"prompt": "a", "image": "a.png", "video": "a.png"}',
-        "two media: `image` is a.png, `video` is a.png. Keep one of them.",
-    ),
-    "b.csv": (
-        "prompt,image\na,https://example.org/a.png",
-        "https://example.org/a.png is an address. Fetch the file, and write its name.",
-    ),
-    "c.txt": (
-        "a red ball\nin/a.mp4\nin/b.mp4",
-        "in/a.mp4 is the name of a file, where a prompt should be. Write a .jsonl of rows such as "
-        '{"prompt": "...", "video": "a.mp4"}.',
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_rows_that_are_no_prompt_with_a_medium_are_named_once(tmp_path: Path, name: str) -> None:
-    touched(tmp_path, "a.png")
-    text, problem = REFUSED[name]
-    (tmp_path / name).write_text(text)
-    with pytest.raises(ConfigError) as raised:
-        read_dataset(str(tmp_path / name))
-    line = 1 if name == "a.jsonl" else 2
-    assert raised.value.problems == [f"{tmp_path / name}, line {line}: {problem}"]
-
-
-def test_a_file_that_is_no_list_is_told_what_can_be_given(tmp_path: Path) -> None:
-    for file in touched(tmp_path, "a.pt", "a.json", "a.mp4"):
-        with pytest.raises(ConfigError, match=f"{file}: not a .txt, .*a folder of media, a .jsonl of rows"):
-            read_dataset(str(file))
-
-
 def test_images_of_rows_and_of_a_flag_are_not_mixed(tmp_path: Path) -> None:
     first, other = touched(tmp_path, "a.png", "b.png")
     file = table(tmp_path / "t.jsonl", [{"prompt": "a", "image": "a.png"}])
@@ -200,16 +166,6 @@ def test_hidden_files_and_what_systems_leave_behind_are_no_data(tmp_path: Path) 
         file.write_text("old")
     (tmp_path / "a.txt").write_text("new")
     assert list(read_dataset(str(tmp_path))) == [PromptItem("new", tmp_path / "a.png")]
-
-
-@pytest.mark.parametrize("names", [["my.clip.mp4.part"], ["my.clip.mp4", "my.clip.mp4.aria2"]])
-def test_an_unfinished_download_and_its_caption_are_no_data(tmp_path: Path, names: list[str]) -> None:
-    touched(tmp_path, *names, "b.png")
-    for name in ("my.clip.txt", "b.txt"):
-        (tmp_path / name).write_text(name)
-    items = read_dataset(str(tmp_path))
-    assert [item.media.name for item in items] == ["b.png"]
-    assert [file.name for file in items.unknown] == ["my.clip.txt"]
 
 
 def test_addresses_and_long_texts_that_end_like_files_are_texts(tmp_path: Path) -> None:
