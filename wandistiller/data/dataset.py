@@ -26,7 +26,6 @@ from wandistiller.data.lines import (
     Table,
     beside,
     clean,
-    has_name,
     has_prompt,
     in_any_form,
     is_data,
@@ -256,18 +255,22 @@ class _Index:
         media = [e for e in endings if e.lower() in MEDIA]
         videos = [e for e in media if e.lower() in VIDEOS]
         unknown = sorted(e for e in endings if e.lower() not in MEDIA | NO_MEDIA)
-        composed = sorted(unicodedata.normalize("NFC", n) for n in names)
+        composed = {unicodedata.normalize("NFC", n) for n in names}
+
+        def has(stem: str, endings: list[str]) -> bool:
+            return any(stem + ending in composed for ending in endings)
+
         for name in names:
             stem, ending = os.path.splitext(name)
             whole = os.path.normpath(os.path.join(inside, name))
             stem = unicodedata.normalize("NFC", stem)
             if ending in media:
-                if not self._takes_thumbnails and ending not in videos and has_name(composed, stem, videos):
+                if not self._takes_thumbnails and ending not in videos and has(stem, videos):
                     self.thumbnails += 1
                 else:
                     self._add_medium(whole)
-            elif ending.lower() == ".txt" and not has_name(composed, stem, media):
-                unused = [folder / f"{stem}{e}" for e in unknown if has_name(composed, stem, [e])]
+            elif ending.lower() == ".txt" and not has(stem, media):
+                unused = [folder / f"{stem}{e}" for e in unknown if has(stem, [e])]
                 self.unknown += unused
                 if not unused:
                     self.add_lines(whole)

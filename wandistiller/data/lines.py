@@ -5,7 +5,6 @@ import html
 import json
 import re
 import unicodedata
-from bisect import bisect_left
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -53,12 +52,6 @@ def has_prompt(text: str) -> bool:
     if re.search("[0-9A-Za-z\u3041-\u3163\u3165-\ud7af]", text) and "&" not in text and text.isprintable():
         return True
     return any(unicodedata.category(c) not in ("Cc", "Cf", "Zs", "Zl", "Zp") for c in clean(text))
-
-
-def has_name(names: list[str], stem: str, endings: list[str]) -> bool:
-    """Return whether a sorted list has a name; a set would double the memory of a long list."""
-    places = ((stem + ending, bisect_left(names, stem + ending)) for ending in endings)
-    return any(place < len(names) and names[place] == name for name, place in places)
 
 
 def prompt_problems(where: str, key: str, prompts: list[str], *, none: bool = False) -> list[str]:

@@ -195,28 +195,10 @@ def _ends(file: Path, ends: int = 1 << 20) -> tuple[int, str]:
 def file_fingerprint(path: Path) -> str:
     """Fingerprint a file by path, size and modification time; another one if it changed or is missing."""
     try:
-        return digest(str(path), *_stamp(path))
+        status = path.stat()
     except OSError:
         return digest(str(path), None)
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    """Return size and time of change, in ns."""
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
-
-
-def file_record(path: Path, known: str | None = None) -> str | None:
-    """Return size, time of change, and the hash of 64 KiB of head and tail of a file; None if it is away.
-
-    Args:
-        known: an earlier one, which is returned while size and time are the same.
-    """
-    try:
-        begin = "{} {} ".format(*_stamp(path))
-        return known if known and known.startswith(begin) else begin + file_digest(path, 1 << 16)
-    except OSError:
-        return None
+    return digest(str(path), status.st_size, status.st_mtime_ns)
 
 
 def content_fingerprint(path: Path) -> str:

@@ -85,7 +85,7 @@ TRAPS = {"loop": circle, "pipe.txt": pipe}
 """Files beside the sound ones."""
 TOO_LONG = "is too long a name. Give a shorter path."
 NO_WAN = "...Give a complete diffusers Wan pipeline folder, a hub id, or `tiny`."
-NO_DATA = "...no such file or folder. Give a .txt (.txt, .jsonl, .csv, .tsv), a folder of media, or `tiny`."
+NO_DATA = "...no such file or folder. Give a .txt with one prompt a line, a folder of media, a .jsonl"
 PATHS: dict[tuple[str, ...], list[tuple[str, str]]] = {  # keys of the recipe -> values and their messages
     ("student_config", "deepspeed_config", "teacher_deepspeed_config"): [
         ("{here}/loop", "its symbolic links lead in a circle. Name the file itself."),

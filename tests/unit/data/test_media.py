@@ -52,12 +52,6 @@ def test_a_small_image_is_enlarged_to_cover(tmp_path: Path) -> None:
     torch.testing.assert_close(pixels, torch.full((3, 1, 16, 32), 51 / 127.5 - 1))
 
 
-def test_a_fine_pattern_becomes_grey_when_it_is_made_small(tmp_path: Path) -> None:
-    array = np.indices((128, 128)).sum(0)[..., None].repeat(3, 2) % 2 * 255
-    pixels = load(picture(tmp_path / "a.png", array.astype(np.uint8)))
-    torch.testing.assert_close(pixels, torch.zeros(3, 1, 16, 16), rtol=0, atol=0.02)
-
-
 def test_a_photo_is_turned_as_its_camera_recorded(tmp_path: Path) -> None:
     array = np.zeros((16, 16, 3), dtype=np.uint8)
     array[:8] = 255  # bright above; orientation 3 means: show it upside down
@@ -77,11 +71,6 @@ def frames_of(file: Path, num_frames: int, fps: float = 16.0) -> list[int]:
     """Numbers of the frames that were taken, by their grey."""
     pixels_CFHW = load(file, 32, 32, num_frames, fps)
     return numbers(pixels_CFHW)
-
-
-@pytest.mark.parametrize("name", ["a.mp4", "a.gif"])
-def test_frames_of_a_slow_video_are_shown_for_as_long_as_they_last(tmp_path: Path, name: str) -> None:
-    assert frames_of(video(tmp_path / name, 12, 8), 9) == [0, 0, 1, 1, 2, 2, 3, 3, 4]
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,12 @@
 import csv
 import json
 import os
-import random
 import unicodedata
 from pathlib import Path
 
 import pytest
 
 from wandistiller.data.dataset import PromptItem, read_dataset
-from wandistiller.data.lines import MEDIA_COLUMNS, PROMPT_COLUMNS
 from wandistiller.evaluation.items import read_items
 from wandistiller.utils.errors import ConfigError
 
@@ -126,33 +124,6 @@ def test_images_of_the_ends_of_clips_may_be_given_with_prompts(tmp_path: Path) -
     assert [list(map(str, item.images)) for item in items] == [[first, last], [first, other]]
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_every_row_of_a_table_has_its_medium_or_the_table_is_refused(tmp_path: Path, seed: int) -> None:
-    """Columns in any order and number, some of them filled, with files that are there."""
-    random_ = random.Random(seed)
-    touched(tmp_path, *(f"{n}.{e}" for n in range(6) for e in ("mp4", "png")))
-    names = random_.sample([*MEDIA_COLUMNS, "source", "url", "id"], random_.randint(1, 4))
-    prompts, rows, given = random_.sample(PROMPT_COLUMNS, random_.randint(1, 2)), [], []
-    for n in range(6):
-        filled = random_.choice([None, *names])
-        file = f"{n}.{random_.choice(['mp4', 'png'])}"
-        rows.append(
-            {name: file if name == filled else "" for name in names} | dict.fromkeys(prompts, f"prompt {n}")
-        )
-        given.append(tmp_path / file if filled else None)
-    columns = [*names, *prompts]
-    random_.shuffle(columns)
-    rows = [{column: row[column] for column in columns} for row in rows]
-    lost = any(row.get(name) for row in rows for name in ("source", "url", "id"))
-    for ending in (".csv", ".tsv", ".jsonl"):
-        try:
-            read = [item.media for item in read_dataset(str(table(tmp_path / f"t{ending}", rows)))]
-        except ConfigError as error:
-            assert lost and "which is there, but is not used" in str(error)
-        else:
-            assert read == given and not lost
-
-
 def test_hidden_files_and_what_systems_leave_behind_are_no_data(tmp_path: Path) -> None:
     touched(tmp_path, "a.png", "._a.png", ".DS_Store", "THUMBS.DB", "Desktop.ini", "~$a.txt")
     left = [
@@ -192,25 +163,18 @@ def test_names_of_pairs_may_be_written_by_different_systems(tmp_path: Path, form
     assert list(read_dataset(str(rows))) == [PromptItem("a row", file)]
 
 
-KINDS = ("pipe", "socket", "link to nothing", "link to itself", "folder", "device")
-
-
 def made(kind: str, path: Path) -> None:
     """Make something that is no file."""
     if kind == "pipe":
         os.mkfifo(path)
-    elif kind == "socket":
-        os.mknod(path, 0o140600)
-    elif kind == "device":
-        path.symlink_to("/dev/zero")
     elif kind == "folder":
         path.mkdir()
     else:
-        path.symlink_to(path if "itself" in kind else path.parent / "nothing")
+        path.symlink_to("/dev/zero" if kind == "device" else path.parent / "nothing")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["b.txt", "b.png", "b.mp4", "b.csv", "b.psd", "a.txt"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "link to nothing", "folder"])
+@pytest.mark.parametrize("name", ["b.txt", "b.mp4", "b.csv", "b.psd", "a.txt"])
 def test_what_is_no_file_is_named_or_passed_over_and_never_waited_for(
     tmp_path: Path, kind: str, name: str
 ) -> None:
@@ -244,11 +208,6 @@ def test_a_text_of_any_length_is_a_prompt_and_a_path_is_none() -> None:
             read_items([path])
 
 
-def test_empty_fields_need_no_column(tmp_path: Path) -> None:
-    (tmp_path / "t.csv").write_text("prompt\na red ball,,\n")
-    assert list(read_dataset(str(tmp_path / "t.csv"))) == [PromptItem("a red ball")]
-
-
 @pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl"])
 def test_a_column_of_media_that_are_not_there_and_not_used_is_remembered(tmp_path: Path, ending: str) -> None:
     rows = [{"prompt": f"{n}", "src": f"{n}.mp4", "note": "see fig.1"} for n in range(3)]
@@ -259,14 +218,6 @@ def test_a_column_of_media_that_are_not_there_and_not_used_is_remembered(tmp_pat
 def test_a_column_of_negative_prompts_is_remembered_as_not_used(tmp_path: Path, ending: str) -> None:
     rows = [{"prompt": "a", "negative_prompt": text} for text in ("", "blurry", "dark")]
     assert read_dataset(str(table(tmp_path / f"t{ending}", rows))).unused == {"negative_prompt": "blurry"}
-
-
-@pytest.mark.parametrize("column", ["last_frame", "first_frame"])
-def test_a_column_that_is_not_used_may_be_renamed_to_the_last_image(tmp_path: Path, column: str) -> None:
-    touched(tmp_path, "a.png", "b.png")
-    rows = table(tmp_path / "t.csv", [{"prompt": "a", "image": "a.png", column: "b.png"}])
-    with pytest.raises(ConfigError, match="Rename it to image, video or file, to last_image if a clip ends"):
-        read_dataset(str(rows), first_frames=True)
 
 
 @pytest.mark.parametrize("keys", [("Image", "image"), ("last_image", " last_image"), ("Prompt", "prompt")])
@@ -298,8 +249,3 @@ def test_each_folder_of_a_path_may_be_written_by_another_system(tmp_path: Path) 
     (file,) = touched(tmp_path, f"{folder}/{name}.png")
     row = {"prompt": "a", "image": f"{unicodedata.normalize('NFC', folder)}/{name}.png"}
     assert list(read_dataset(str(table(tmp_path / "t.csv", [row])))) == [PromptItem("a", file)]
-
-
-def test_a_line_end_within_a_json_object_is_white_space(tmp_path: Path) -> None:
-    (tmp_path / "t.jsonl").write_bytes(b'{"prompt": "a",\r "negative_prompt": "x"}\n')
-    assert [item.prompt for item in read_dataset(str(tmp_path / "t.jsonl"))] == ["a"]
