@@ -36,7 +36,7 @@ def resumed(job: Job) -> Job:
 
 def _media_problems(job: Job) -> list[str]:
     """Name the media that were replaced under their names since the checkpoint's run began."""
-    names = replaced_media(job.resume_from.parents[1] / RECORD, job.run.data_path)
+    names = replaced_media(job.resume_from.absolute().parents[1] / RECORD, job.run.data_path)
     named = ", ".join(names[:NAMED] + ["..."] * (len(names) > NAMED))
     why = f"{len(names)} of the run's media were replaced since it began: {named}."
     remedy = (

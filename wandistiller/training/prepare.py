@@ -142,7 +142,7 @@ def _select(
 def _record_media(job: Job, samples: dict[int, Sample]) -> None:
     """Record what the samples' media are, for a resume. Collective."""
     media = {file for s in samples.values() for file in (s.item.media, *s.item.images) if file}
-    if media and job.resume_from and not (job.resume_from.parents[1] / RECORD).is_file():
+    if media and job.resume_from and not (job.resume_from.absolute().parents[1] / RECORD).is_file():
         collectives.log0("media     the run has no record of its media: replaced ones are not noticed")
     if media:
         record_media(job.output / RECORD, job.run.data_path, media)

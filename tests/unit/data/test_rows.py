@@ -44,20 +44,6 @@ def test_media_are_found_under_their_usual_names(tmp_path: Path, ending: str, co
     ]
 
 
-@pytest.mark.parametrize("name", ["t.csv", "t.tsv"])
-@pytest.mark.parametrize("separator", [",", ";", "\t"])
-@pytest.mark.parametrize("start", ["", "\ufeff"], ids=["plain", "byte order mark"])
-def test_fields_are_separated_as_in_the_header(tmp_path: Path, name: str, separator: str, start: str) -> None:
-    """Excel writes semicolons where decimals have a comma."""
-    (file,) = touched(tmp_path, "a b.png")
-    rows = [["prompt", "image"], ['"one, two; three"', "a b.png"], ["four", ""]]
-    (tmp_path / name).write_text(start + "\r\n".join(map(separator.join, rows)), newline="")
-    assert list(read_dataset(str(tmp_path / name))) == [
-        PromptItem("one, two; three", file),
-        PromptItem("four"),
-    ]
-
-
 def test_images_of_rows_and_of_a_flag_are_not_mixed(tmp_path: Path) -> None:
     first, other = touched(tmp_path, "a.png", "b.png")
     file = table(tmp_path / "t.jsonl", [{"prompt": "a", "image": "a.png"}])
