@@ -8,8 +8,8 @@ from wandistiller.checkpoint.resume import CHANGEABLE
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import RunConfig
 from wandistiller.data.colours import background_problems
-from wandistiller.data.conditions import ends_problems
-from wandistiller.data.dataset import GIVEN, MediaType
+from wandistiller.data.conditions import given_problems
+from wandistiller.data.dataset import MADE, MediaType
 from wandistiller.data.media import video_problem
 from wandistiller.distributed import device
 from wandistiller.engine.activation_checkpointing import SECTION, CheckpointPolicy
@@ -258,15 +258,8 @@ def _media_problems(job: Job) -> list[str]:
 
 def _frame_problems(job: Job) -> list[str]:
     """List what an image-to-video teacher needs and the data or the settings do not have."""
-    run, items, config, name = job.run, job.items, job.folder.config, job.folder.name
-    problems = []
-    if without := items.first(MediaType.PROMPT):
-        remedy = "Give a first frame to each: `image` or `video` in a .jsonl, or a file beside the .txt."
-        problems.append(
-            f"{name} makes clips that begin with a given image, but {json.dumps(without.prompt)} has none. "
-            + remedy
-        )
-    problems += ends_problems(job.folder, filter(None, map(items.first, GIVEN)))
+    run, items, config = job.run, job.items, job.folder.config
+    problems = given_problems(job.folder, [*filter(None, map(items.first, MADE))])
     if config.image_dim and run.merge_text_padding:
         remedy = (
             "Its attention divides text from image by the 512 rows of text (diffusers 0.42.1). Write false."

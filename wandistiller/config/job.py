@@ -13,7 +13,6 @@ from wandistiller.config.start import Start
 from wandistiller.data.buckets import make_buckets
 from wandistiller.data.colours import RGB, background_of
 from wandistiller.data.dataset import PromptDataset, PromptItem
-from wandistiller.data.known_media import KnownMedia
 from wandistiller.data.latent_cache import Rollouts
 from wandistiller.data.media import MediaReader, Size
 from wandistiller.engine.batch_size import BatchSize
@@ -126,7 +125,7 @@ class Job:
     @cached_property
     def reader(self) -> MediaReader:
         r = self.run
-        return KnownMedia(r.video_fps, self.background, r.fit, r.clips_per_video)
+        return MediaReader(r.video_fps, self.background, r.fit, r.clips_per_video)
 
     @property
     def picks_samples(self) -> bool:

@@ -4,10 +4,12 @@ import json
 
 from wandistiller.batch import STUDENT
 from wandistiller.checkpoint import resume
+from wandistiller.checkpoint.difference import NAMED
 from wandistiller.checkpoint.loading import ENGINE, network_name, read_state
 from wandistiller.config.identity import end, recorded
 from wandistiller.config.job import Job
 from wandistiller.config.start import Start, read_start
+from wandistiller.data.media_record import RECORD, replaced_media
 from wandistiller.student.config import IMPORTANCE
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
@@ -24,10 +26,23 @@ def resumed(job: Job) -> Job:
     kept = read_state(job.resume_from)["facts"].get("keep_layers")
     if job.student.keep_layers == IMPORTANCE and isinstance(kept, list):
         job = job.with_layers(kept)
-    resume.changed_keys(job.resume_from, recorded(job), job.run.allow_changed or [])
-    if problems := _network_problems(job):
+    allowed = job.run.allow_changed or []
+    resume.changed_keys(job.resume_from, recorded(job), allowed)
+    problems = _network_problems(job) + ([] if "data" in allowed else _media_problems(job))
+    if problems:
         raise ConfigError(*problems)
     return job
+
+
+def _media_problems(job: Job) -> list[str]:
+    """Name the media that were replaced under their names since the checkpoint's run began."""
+    names = replaced_media(job.resume_from.absolute().parents[1] / RECORD, job.run.data_path)
+    named = ", ".join(names[:NAMED] + ["..."] * (len(names) > NAMED))
+    why = f"{len(names)} of the run's media were replaced since it began: {named}."
+    remedy = (
+        "Put them back, give another --output_dir, --resume never to start anew, or --allow_changed data."
+    )
+    return [f"{job.resume_from}: {why} {remedy}"] if names else []
 
 
 def _network_problems(job: Job) -> list[str]:

@@ -1,20 +1,20 @@
-"""Check that a student of another run or stage keeps the latents and texts that it was trained on."""
+"""Check that a student of another run or stage keeps the latents that it was trained on."""
 
 from pathlib import Path
 
 from wandistiller.config.job import Job
 from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.files import ends_of_files
 from wandistiller.wan.pipeline import TINY, WanFolder, open_wan
-from wandistiller.wan.same_parts import other_parts
 
 
 def same_latents_problems(stages: list[Job]) -> list[str]:
-    """List the runs whose teacher has another VAE, text encoder or hand-over than their student's."""
+    """List the runs whose teacher has another VAE or hand-over than their student's."""
     problems = []
     for job in stages:
         if not (before := _before(job)):
             continue
-        other = other_parts(before.path, job.folder.path)
+        other = _other_vaes(before.path, job.folder.path)
         if job.student.experts == "two" and before.boundary not in (None, job.folder.boundary):
             other.append(f"boundary_ratio ({before.boundary}, here {job.folder.boundary})")
         if other:
@@ -28,7 +28,7 @@ def same_latents_problems(stages: list[Job]) -> list[str]:
 
 
 def _before(job: Job) -> WanFolder | None:
-    """Return the pipeline whose latents and texts the student was trained with, if it is on this machine."""
+    """Return the pipeline whose latents the student was trained with, if it is on this machine."""
     if job.previous:
         return job.previous.folder
     name = job.start.facts.teacher_path if job.start else job.student.init
@@ -38,3 +38,12 @@ def _before(job: Job) -> WanFolder | None:
         return open_wan(name)
     except ConfigError:
         return None
+
+
+def _other_vaes(first: Path, second: Path) -> list[str]:
+    """Return ["VAE"] if that of two pipelines differs by its files; [] too if one is not on this machine."""
+    weights = [
+        [ends for name, *ends in ends_of_files([folder / "vae"]) if name.endswith(".safetensors")]
+        for folder in (first, second)
+    ]
+    return ["VAE"] * (all(weights) and weights[0] != weights[1])

@@ -1,6 +1,6 @@
 """Cached inputs of the networks beside latents: text, and of image-to-video Wans the given frames."""
 
-from collections.abc import Iterable
+import json
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -36,7 +36,7 @@ class Conditions:
         self.text = TextCache(cache, folder.path, device)
         self._folder, self._device, self._reader = folder, device, reader
         parts = digest(fingerprint(encoder_folders(folder)), given_places(folder.config))
-        unusable = cache / "frames" / "unusable.json"
+        unusable = cache / "frames" / "reasons.json"
         self._frames = MediaCache(cache / "frames" / parts, unusable, samples_per_file)
 
     def key(self, sample: Sample) -> ConditionKey:
@@ -103,8 +103,12 @@ def _read_image(image: Path, reader: MediaReader, sample: Sample) -> Tensor:
         raise
 
 
-def ends_problems(folder: WanFolder, items: Iterable[PromptItem]) -> list[str]:
+def given_problems(folder: WanFolder, items: list[PromptItem]) -> list[str]:
     """List the problem of the first item whose images are not those of the frames that a Wan is given."""
+    if without := next((item.prompt for item in items if not item.begins_with), None):
+        remedy = "Give rows with `image` or `video`, a file beside each .txt, or for `sample` --image."
+        found = f"begin with a given image, but {json.dumps(without)} has none. {remedy}"
+        return [f"{folder.name} makes clips that {found}"]
     takes_both = len(given_places(folder.config)) == 2
     wrong = next((item for item in items if item.image and takes_both != bool(item.last_image)), None)
     if not wrong:

@@ -4,16 +4,15 @@ import hashlib
 import os
 import unicodedata
 from array import array
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from wandistiller.data.lines import (
-    DIALECTS,
     LAST_IMAGE,
     LINES,
     LISTS,
@@ -21,6 +20,8 @@ from wandistiller.data.lines import (
     MEDIA,
     NEGATIVE_PROMPT,
     NO_MEDIA,
+    ROWS,
+    SEPARATORS,
     VIDEOS,
     Table,
     beside,
@@ -33,11 +34,9 @@ from wandistiller.data.lines import (
     require_images,
     tables_in,
 )
-from wandistiller.data.names import Namesakes, has_name
 from wandistiller.tiny import clips, shapes
 from wandistiller.tiny.first_frames import ROWS as FIRST_FRAMES
 from wandistiller.utils.errors import ConfigError, is_text, readable
-from wandistiller.utils.files import PARTIAL
 
 EMBEDDED = {
     "tiny": shapes.SEEN,
@@ -45,8 +44,6 @@ EMBEDDED = {
     "tiny-video": clips.SEEN,
     "tiny-video:held_out": clips.HELD_OUT,
 }
-MOST_LOOKED_UP = 100_000
-"""Names in a column that is not used that are looked for at most: they may be of another machine."""
 LONGEST_NAME = 255
 """Characters of a text that may be a file's name."""
 SHOWN = 20
@@ -84,8 +81,8 @@ class PromptItem:
     """The image that a clip begins with, which the teacher makes."""
     last_image: Path | None = None
     """The one that it ends with."""
-    namesake: int = 0
-    """Number among rows of this prompt whose images have these names, in other folders."""
+    places: tuple[str, ...] = ()
+    """Paths of its images in the data, where rows of this prompt have images of these names elsewhere."""
 
     @property
     def images(self) -> list[Path]:
@@ -93,9 +90,9 @@ class PromptItem:
         return [image for image in (self.image, self.last_image) if image]
 
     @property
-    def key(self) -> tuple[str | int, ...]:
-        """Key of random numbers: the prompt, the names of the given images, and the number of a namesake."""
-        return self.prompt, *(image.name for image in self.images), *filter(None, [self.namesake])
+    def key(self) -> tuple[str, ...]:
+        """Key of random numbers: the prompt and the names of the given images, with folders if need be."""
+        return self.prompt, *(self.places or (image.name for image in self.images))
 
     @property
     def begins_with(self) -> Path | None:
@@ -181,16 +178,10 @@ def read_dataset(data_path: str, *, thumbnails: bool = True, first_frames: bool 
         prompts = EMBEDDED[data_path]
         kinds, hashes = [MediaType.PROMPT] * len(prompts), [_hash(p) for p in prompts]
         return PromptDataset(lambda row: PromptItem(prompts[row]), kinds, hashes)
-    if not path.exists():
-        raise ConfigError(
-            f"{data_path}: no such file or folder. Give prompts ({', '.join(LISTS)}), a folder of media, or "
-            "`tiny`."
-        )
     if not (path.is_dir() or (path.is_file() and path.suffix.lower() in LISTS)):
-        raise ConfigError(
-            f"{data_path}: not a {', '.join(LISTS)} or folder. Write prompts into a .txt, one a line, or "
-            "give a folder."
-        )
+        why = f"not a {', '.join(LISTS)} or folder" if path.exists() else "no such file or folder"
+        remedy = f"Give a .txt with one prompt a line, a folder of media, {ROWS}, or `tiny`."
+        raise ConfigError(f"{data_path}: {why}. {remedy}")
     index = _Index(path if path.is_dir() else path.parent, thumbnails, first_frames)
     if path.is_dir():
         index.add_folder()
@@ -199,14 +190,10 @@ def read_dataset(data_path: str, *, thumbnails: bool = True, first_frames: bool 
     if index.problems:
         more = index.wrong - len(index.problems)
         raise ConfigError(*index.problems, *([f"{data_path}: {more} more are wrong."] if more else []))
-    if not index.hashes and index.unknown:
-        known = ", ".join(sorted(MEDIA))
-        raise ConfigError(
-            f"{data_path}: no file in it can be read: {index.unknown[0]} and {len(index.unknown) - 1} more "
-            f"with a prompt beside them. Known endings: {known}."
-        )
     if not index.hashes:
-        raise ConfigError(f"{data_path}: no prompt in it. Write one prompt a line{tables_in(path)}.")
+        known = f"has a prompt, but an ending that is not known. Known ones: {', '.join(sorted(MEDIA))}."
+        none = f"{data_path}: no prompt in it. Write one prompt a line{tables_in(path)}."
+        raise ConfigError(f"{index.unknown[0]}: {known}" if index.unknown else none)
     return PromptDataset(index.read, index.kinds, index.hashes, index.unknown, index.thumbnails, index.unused)
 
 
@@ -219,14 +206,11 @@ class _Index:
         # names of the files, packed: a str for each would take 90 bytes
         self._names, self._ends = bytearray(), array("q", [0])
         self._file, self._offset = array("i"), array("q")
-        self.kinds, self.hashes, self._namesakes = array("B"), array("Q"), Namesakes()
+        self.kinds, self.hashes, self._named = array("B"), array("Q"), array("Q")
         self._tables: dict[int, Table] = {}
-        self._looked_up = Counter[str]()
-        """Names in each column that is not used that were looked for."""
         self.unused: dict[str, str] = {}
         self.unknown: list[Path] = []
-        self.problems: list[str] = []
-        """The first SHOWN of them; `wrong` counts all."""
+        self.problems: list[str] = []  # the first SHOWN of them; `wrong` counts all
         self.wrong = 0
 
     def read(self, row: int) -> PromptItem:
@@ -241,8 +225,18 @@ class _Index:
         return self._item(row, clean(prompt), *(in_any_form(path.parent / name) for name in names))
 
     def _item(self, row: int, prompt: str, *media: Path) -> PromptItem:
-        given = (None, *media) if self.kinds[row] in GIVEN else media[:1]
-        return PromptItem(prompt, *given, namesake=self._namesakes.number(row))
+        if self.kinds[row] not in GIVEN:
+            return PromptItem(prompt, *media[:1])
+        places = media if self._named[row] in self._shared else ()
+        inside = (os.path.relpath(image, self._root) for image in places)
+        return PromptItem(prompt, None, *media, places=tuple(inside))
+
+    @cached_property
+    def _shared(self) -> set[int]:
+        """Hashes of a prompt and images' names that several rows have, with images of other folders."""
+        rows = np.unique(self.hashes, return_index=True)[1]
+        values, times = np.unique(np.asarray(self._named)[rows], return_counts=True)
+        return {*values[times > 1].tolist()}
 
     def add_folder(self) -> None:
         seen = {os.path.realpath(self._root)}  # links may lead back
@@ -252,38 +246,31 @@ class _Index:
             }
             subfolders[:] = sorted(name for place, name in inner.items() if place not in seen)
             seen.update(inner)
-            # NAME.part is what there is of NAME; aria2 writes NAME itself, beside its NAME.aria2
-            partial = {os.path.splitext(name)[0] for name in names if name.lower().endswith(PARTIAL)}
-            unfinished = {unicodedata.normalize("NFC", os.path.splitext(name)[0]) for name in partial}
-            names = sorted(name for name in names if is_data(name) and name not in partial)
             inside = os.path.relpath(folder, self._root)
-            self._add_names(Path(folder), inside, names, unfinished)
+            self._add_names(Path(folder), inside, sorted(filter(is_data, names)))
 
-    def _add_names(self, folder: Path, inside: str, names: list[str], unfinished: set[str]) -> None:
-        """Add the files of one folder.
-
-        Args:
-            inside: the folder's path in the data.
-            names: sorted.
-            unfinished: names, without ending, of files that are still being written.
-        """
+    def _add_names(self, folder: Path, inside: str, names: list[str]) -> None:
+        """Add the files of one folder, whose path in the data is `inside`; `names` are sorted."""
         endings = {os.path.splitext(n)[1] for n in names}
         media = [e for e in endings if e.lower() in MEDIA]
         videos = [e for e in media if e.lower() in VIDEOS]
         unknown = sorted(e for e in endings if e.lower() not in MEDIA | NO_MEDIA)
-        composed = sorted(unicodedata.normalize("NFC", n) for n in names)
+        composed = {unicodedata.normalize("NFC", n) for n in names}
+
+        def has(stem: str, endings: list[str]) -> bool:
+            return any(stem + ending in composed for ending in endings)
+
         for name in names:
             stem, ending = os.path.splitext(name)
             whole = os.path.normpath(os.path.join(inside, name))
             stem = unicodedata.normalize("NFC", stem)
             if ending in media:
-                if not self._takes_thumbnails and ending not in videos and has_name(composed, stem, videos):
+                if not self._takes_thumbnails and ending not in videos and has(stem, videos):
                     self.thumbnails += 1
                 else:
                     self._add_medium(whole)
-            elif ending.lower() == ".txt" and not has_name(composed, stem, media):
-                unused = [folder / f"{stem}{e}" for e in unknown if has_name(composed, stem, [e])]
-                unused += [folder / name] * (stem in unfinished and not unused)
+            elif ending.lower() == ".txt" and not has(stem, media):
+                unused = [folder / f"{stem}{e}" for e in unknown if has(stem, [e])]
                 self.unknown += unused
                 if not unused:
                     self.add_lines(whole)
@@ -313,7 +300,7 @@ class _Index:
         self._add_file(name)
         with path.open("rb") as stream:
             try:
-                if (ending := _ending(name)) in DIALECTS:
+                if (ending := _ending(name)) in SEPARATORS:
                     self._tables[len(self._ends) - 2] = Table(stream, ending)
                 lines = self._tables.get(len(self._ends) - 2) or LINES[ending]
                 offset, line = lines.start, 1 + lines.header_lines
@@ -324,10 +311,10 @@ class _Index:
                     except ValueError as error:
                         self._add_problem(f"{path}, line {line}: {error}")
                     offset, line = end, line + number
-            except UnicodeDecodeError as error:
-                self._add_problem(f"{path}, line {line}: not UTF-8: {error}. Save it as UTF-8.")
             except ValueError as error:
-                self._add_problem(f"{path}, line {line}: {error}")
+                is_text = not isinstance(error, UnicodeDecodeError)
+                why = error if is_text else f"not UTF-8: {error}. Save it as UTF-8."
+                self._add_problem(f"{path}, line {line}: {why}")
 
     def _add_checked(
         self, offset: int, prompt: str, media: list[str], others: list[tuple[str, str]], path: Path
@@ -341,8 +328,10 @@ class _Index:
             media, others = media[:1], others + [(LAST_IMAGE, last) for last in media[1:]]
         if len(media) == 2:
             require_images(*media)
-        if missing := [path.parent / name for name in media if not in_any_form(path.parent / name).is_file()]:
-            raise ValueError(f"no such file: {missing[0]}. Fix the name.")
+        if missing := [name for name in media if not in_any_form(path.parent / name).is_file()]:
+            why = f"no such file: {path.parent / missing[0]}. Fix the name."
+            address = f"{missing[0]} is an address. Fetch the file, and write its name."
+            raise ValueError(address if "://" in missing[0] else why)
         for column, text in others:
             if column == NEGATIVE_PROMPT and text or "." in text[-6:] and _ending(text) in MEDIA:
                 self.unused.setdefault(column, text[:LONGEST_NAME])
@@ -352,10 +341,7 @@ class _Index:
     def _require_no_file(self, column: str, text: str, path: Path) -> None:
         """Raise ValueError if a text that is not used names a file beside the table."""
         is_text = column == NEGATIVE_PROMPT or "://" in text or len(text) > LONGEST_NAME
-        if is_text or self._looked_up[column] >= MOST_LOOKED_UP:
-            return
-        self._looked_up[column] += 1
-        if in_any_form(path.parent / text).is_file():
+        if not is_text and in_any_form(path.parent / text).is_file():
             raise ValueError(
                 f"`{column}` names {text}, which is there, but is not used. Rename it to image, video or "
                 f"file, to {LAST_IMAGE} if a clip ends with it, or take it out."
@@ -371,8 +357,7 @@ class _Index:
         self._offset.append(offset)
         self.kinds.append(self._type_of(*media))
         self.hashes.append(_hash(prompt, *media))
-        if self.kinds[-1] in GIVEN:
-            self._namesakes.add(len(self.kinds) - 1, self.hashes[-1], prompt, *media)
+        self._named.append(_hash(prompt, *(os.path.basename(name) for name in media)))
 
     def _type_of(self, medium: str = "", *last: str) -> MediaType:
         if is_video(medium):

@@ -72,15 +72,14 @@ class LatentCache:
         form = ["a tensor for each state"] * rollouts.keep_path  # of the files, else older ones would be read
         self._made = TensorCache(cache / "latents" / digest(teacher_fingerprint, str(rollouts.making), *form))
         of_media = cache / "latents" / digest(fingerprint([folder.path / "vae"]))
-        self._media = MediaCache(of_media, cache / "latents" / "unusable.json", samples_per_file)
+        self._media = MediaCache(of_media, cache / "latents" / "reasons.json", samples_per_file)
 
     def key(self, sample: Sample) -> str:
         item, size = sample.item, str(sample.size)
         if item.media:
             return self._reader.key(item.media, sample.size, sample.clip)
         images = [self._reader.key(image, sample.size) for image in item.images]
-        namesake = filter(None, [item.namesake])  # for its noise
-        return digest(item.prompt, sample.rollout_index, size, *images, *namesake)
+        return digest(item.prompt, sample.rollout_index, size, *images)
 
     def __contains__(self, key: str) -> bool:
         return key in self._made or key in self._media

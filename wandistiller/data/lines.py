@@ -16,8 +16,9 @@ from wandistiller.utils.files import PARTIAL
 
 LONGEST_LINE = 2**16
 """Bytes; only the first 512 tokens of a prompt are used."""
-DIALECTS = {".csv": "excel", ".tsv": "excel-tab"}
-LISTS = (".txt", ".jsonl", *DIALECTS)
+SEPARATORS = {".csv": ",;\t", ".tsv": "\t,;"}
+"""Characters between the fields of a table, by its ending, most usual first; its header decides."""
+LISTS = (".txt", ".jsonl", *SEPARATORS)
 IMAGES = set(
     ".png .jpg .jpeg .jpe .jfif .webp .bmp .tif .tiff .avif .heic .heif .jxl .jp2 .tga .ppm .pgm".split()
 )
@@ -27,15 +28,8 @@ NO_MEDIA = {"", *LISTS, *".json .yaml .yml .toml .xml .html .md .rst .log .py .s
 """Endings of files that may lie beside a list of prompts of the same name."""
 PROMPT_COLUMNS = ("prompt", "caption", "text", "description")
 """Names of columns, and of keys in JSON lines; in a row the first that is filled."""
-MEDIA_COLUMNS = (
-    *"filename filepath path img img_path file file_name file_path".split(),
-    *(
-        kind + end
-        for kind in ("media", "image", "video", "clip", "picture")
-        for end in ("", "s", "_file", "_name", "_path")
-    ),
-)
-"""The same for media, of which a row has one."""
+MEDIA_COLUMNS = "image video media file path file_name file_path image_path video_path media_path".split()
+"""The same for media, of which a row has one: those that datasets and trainers write."""
 LAST_IMAGE = "last_image"
 """The column of the image that a clip ends with, beside that of the one that it begins with."""
 NEGATIVE_PROMPT = "negative_prompt"
@@ -73,7 +67,7 @@ def is_data(name: str) -> bool:
     return not (name.startswith((".", "~$")) or small in LEFT_OUT or small.endswith(PARTIAL))
 
 
-OLD_MAC = "lines end with CR alone, as on old Macs. Save the file with LF."
+ROWS = 'a .jsonl of rows such as {"prompt": "...", "video": "a.mp4"}'
 Item = tuple[str, list[str], list[tuple[str, str]]]
 """Prompt, names of medium and last image if there are, and other texts of a record, with columns or keys."""
 
@@ -83,8 +77,6 @@ class TextLines:
 
     start = header_lines = 0
     """Bytes and lines before the first record."""
-    takes_cr = False
-    """CR within a record is white space."""
 
     def records(self, stream: BinaryIO, start: int) -> Iterator[tuple[int, int, str]]:
         """Yield the byte after a record, its number of lines, and its content.
@@ -99,20 +91,20 @@ class TextLines:
             if len(raw) > LONGEST_LINE:
                 raise ValueError(f"over {LONGEST_LINE} bytes. Write one prompt a line.")
             line = raw.decode("utf-8" if end else "utf-8-sig").strip()
-            if "\r" in line and not self.takes_cr:
-                raise ValueError(OLD_MAC)
+            if " " not in line and Path(line).suffix.lower() in MEDIA:
+                raise ValueError(f"{line} is the name of a file, where a prompt should be. Write {ROWS}.")
             end += len(raw)
             yield end, 1, "" if line.startswith("#") else line
 
     def item(self, line: str) -> Item | None:
         """Return what a record says; None if that is nothing. Raises ValueError with the reason."""
+        if "\r" in line:
+            raise ValueError("lines end with CR alone, as on old Macs. Save the file with LF.")
         return (line, [], []) if has_prompt(line) else None
 
 
 class JsonLines(TextLines):
     """The lines of a .jsonl, each an object."""
-
-    takes_cr = True
 
     def item(self, line: str) -> Item | None:
         """Return what a line says; None if it is blank. Raises ValueError with the reason."""
@@ -121,8 +113,7 @@ class JsonLines(TextLines):
         try:
             entry = json.loads(line, object_pairs_hook=_without_duplicates)
         except (ValueError, RecursionError) as error:
-            cause = OLD_MAC if "\r" in line else f"not valid JSON: {error}. Write one object a line."
-            raise ValueError(cause) from None
+            raise ValueError(f"not valid JSON: {error}. Write one object a line.") from None
         row = [(k.strip().lower(), value) for k, value in entry.items()] if isinstance(entry, dict) else []
         if twice := _twice([key for key, _ in row]):
             raise ValueError(f"two keys `{twice}`, which differ in capitals or spaces. Keep one.")
@@ -135,7 +126,8 @@ class Table:
 
     def __init__(self, stream: BinaryIO, ending: str):
         """Read the header. Raises ValueError with the reason."""
-        self._dialect = DIALECTS[ending]
+        header = stream.readline(LONGEST_LINE)
+        self._separator = max(SEPARATORS[ending], key=lambda mark: header.count(mark.encode()))
         self.start, self.header_lines, header = next(self.records(stream, 0), (0, 0, []))
         self._names = [name.strip().lower() for name in header]
         used = [name for name in self._names if name in USED_COLUMNS]
@@ -169,7 +161,7 @@ class Table:
 
         stream.seek(start)
         try:
-            for fields in csv.reader(numbered(), self._dialect, strict=True):
+            for fields in csv.reader(numbered(), delimiter=self._separator, strict=True):
                 yield end, lines, fields
                 begun, lines = end, 0
         except csv.Error as error:
@@ -200,8 +192,8 @@ def _item(row: list[tuple[str, Any]], without_prompt: str) -> Item:
     last = [(LAST_IMAGE, values[LAST_IMAGE])] if values.get(LAST_IMAGE) else []
     if wrong := [key for key, name in media + last if not isinstance(name, str)]:
         raise ValueError(f"`{wrong[0]}` is no text. Write the name of one file.")
-    if another := next((named for named in media if named[1] != media[0][1]), None):
-        (one, first), (other, second) = media[0], another
+    if len(media) > 1:
+        (one, first), (other, second), *_ = media
         raise ValueError(f"two media: `{one}` is {first}, `{other}` is {second}. Keep one of them.")
     others = [(key, text) for key, value in row if key not in USED_COLUMNS for text in _texts(value)]
     if last and not media:

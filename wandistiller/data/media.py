@@ -6,7 +6,7 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,23 +18,14 @@ import torch
 from PIL import Image, ImageOps, ImageSequence, features
 from torch import Tensor
 
-from wandistiller.data.colours import RGB, WHITE, DepthError, coded_colours_problem, to_srgb
+from wandistiller.data.colours import RGB, WHITE, coded_colours_problem, to_srgb
 from wandistiller.data.lines import VIDEOS
 from wandistiller.data.videos import frame_rate, nearest, number_of_frames, read_frames
 from wandistiller.utils.files import content_fingerprint, digest, file_fingerprint
 
 UNREADABLE = (
-    ArithmeticError,
-    EOFError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-    struct.error,
-    zlib.error,
-    Image.DecompressionBombError,
+    *(ArithmeticError, EOFError, LookupError, OSError, RuntimeError, SyntaxError, TypeError, ValueError),
+    *(struct.error, zlib.error, Image.DecompressionBombError),
 )
 """Exceptions of Pillow, and of videos, for files that cannot be read."""
 PLUGINS = {
@@ -50,8 +41,8 @@ OPAQUE = set(
     ".jpg .jpeg .jpe .jfif .ppm .pgm .mp4 .m4v .mpg .mpeg .ts .m2ts .mts .wmv .flv .ogv .3gp".split()
 )
 """Endings of formats without alpha."""
-GIF_LEAST, GIF_DEFAULT = 20, 100
-"""Milliseconds: what browsers, and FFmpeg, show a picture for that is said to take less than the first."""
+GIF_DEFAULT = 100
+"""Milliseconds for which FFmpeg shows a picture that is said to take none."""
 MOST_ENLARGED = 16
 """Greatest factor by which a picture is enlarged; a sliver would fill gigabytes, a dot is no picture."""
 ORIENTATION = 0x0112  # of EXIF
@@ -88,6 +79,7 @@ class MediaReader:
     """`crop`: scaled to cover, and cropped in the middle; `letterbox`: all of it, with bars."""
     clips: int = 1
     """Clips of each video; 1: the first frames alone."""
+    _keys: dict[tuple[str, Size, int], str] = field(default_factory=dict, compare=False, repr=False)
 
     def read(self, path: Path, size: Size, clip: int = 0) -> Tensor:
         """Read an image, or a clip of a video: pixels_CFHW in [-1, 1].
@@ -105,8 +97,6 @@ class MediaReader:
             fitted = self._fitted(path, size, begin)
             if begin and len(fitted) < most:  # its end is damaged
                 fitted = self._fitted(path, size, max(0, begin + len(fitted) - most))
-        except DepthError as error:
-            raise MediaError(str(error)) from None
         except UNREADABLE as error:
             if package := missing_package(path):
                 raise MediaError(f"cannot be read: this needs: pip install {package}") from None
@@ -119,11 +109,18 @@ class MediaReader:
         return torch.from_numpy(np.stack(fitted)).permute(3, 0, 1, 2) / 127.5 - 1
 
     def key(self, path: Path, size: Size, clip: int = 0) -> str:
-        """Return a key of what is read.
+        """Return a key of what is read, as the file was when it was first asked for.
 
-        An image that clips begin or end with has one of its content: the teacher's clips take hours. Other
-        media may be a million files, which are not read for it.
+        So what is cached is found when a file changes or goes away. An image that clips begin or end with has
+        one of its content: the teacher's clips take hours. Other media may be a million files, which are not
+        read for it.
         """
+        asked = str(path), size, clip
+        if asked not in self._keys:
+            self._keys[asked] = self._key(path, size, clip)
+        return self._keys[asked]
+
+    def _key(self, path: Path, size: Size, clip: int) -> str:
         more = pixels_depend_on(path, self.background, self.fit)
         if clip:  # the first is that of a run of one clip
             more.append(f"clip {clip} of {self.clips}")
@@ -184,8 +181,7 @@ def _gif_spans(image: Image.Image, fps: float) -> Iterator[tuple[int, int]]:
     """Go through a GIF; yield for each picture the numbers of the frames that show it: first, and after."""
     rate, at, shown = frame_rate(fps), Fraction(0), 0
     for frame in ImageSequence.Iterator(image):
-        milliseconds = frame.info.get("duration", 0)
-        at += Fraction(milliseconds if milliseconds >= GIF_LEAST else GIF_DEFAULT) / 1000
+        at += Fraction(frame.info.get("duration") or GIF_DEFAULT) / 1000
         if (end := nearest(at * rate)) > shown:
             yield shown, end
             shown = end
@@ -200,6 +196,8 @@ def _upright(path: Path, background: RGB) -> Image.Image:
             raise MediaError(reason)
         # a .jpg of format MPO has previews or a second eye behind its picture
         if getattr(image, "is_animated", False) and image.format != "MPO":
+            if image.format == "TIFF":
+                raise MediaError(f"has {image.n_frames} pages; save the one that is meant as a picture")
             raise MediaError("is animated; save one picture of it, or the whole as .gif or .mp4")
         shown = to_srgb(image, background)
         shown.getexif()[ORIENTATION] = image.getexif().get(ORIENTATION, 1)
@@ -236,7 +234,7 @@ def pixels_depend_on(path: Path, background: RGB, fit: str = CROP) -> list[objec
     ending, bars = path.suffix.lower(), [LETTERBOX, background] if fit == LETTERBOX else []
     over = [background] if ending not in OPAQUE and background != WHITE else []
     if ending in VIDEOS:
-        return ["sRGB by time", *over, *bars]
+        return ["sRGB by time", *(["10 ms"] if ending == ".gif" else []), *over, *bars]
     return ["sRGB", *over, *bars, *filter(None, [missing_package(path)])]
 
 

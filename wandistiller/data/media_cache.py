@@ -66,9 +66,6 @@ class MediaCache(TensorCache):
             the next run may be able to read it.
         """
         known = collectives.broadcast_object(self._known_unusable() if collectives.rank() == 0 else {})
-        # a file that was moved is tried again, and named where it is
-        moved = {k for k, s in samples.items() if k in known and not known[k].startswith(f"{source(s)}: ")}
-        known = {key: why for key, why in known.items() if key not in moved}
         missing = self.missing_keys(key for key in samples if key not in known)
         files = own_batches(of_one_size(missing, samples, self._samples_per_file))
         unusable: dict[str, str] = {}
@@ -86,10 +83,10 @@ class MediaCache(TensorCache):
         if lasting and collectives.rank() == 0:
             write_json(self._unusable, known | lasting)
         self.find_written(key for key in missing if key not in new)
-        return {key: why for key, why in (known | new).items() if key in samples}
+        return {k: f"{source(samples[k])}: {why}." for k, why in (known | new).items() if k in samples}
 
     def _known_unusable(self) -> dict[str, str]:
-        """File and reason by key, from earlier runs; empty if that file is damaged."""
+        """Reason by key, from earlier runs; empty if that file is damaged."""
         try:
             return read_json(self._unusable) if self._unusable.is_file() else {}
         except ConfigError as error:
@@ -116,7 +113,7 @@ class MediaCache(TensorCache):
             try:
                 tensors[key] = encode(sample)
             except MediaError as error:
-                unusable[key] = f"{source(sample)}: {error}."
+                unusable[key] = str(error)
                 passing |= {key} if error.passing else set()
             progress.advance()
         if tensors:

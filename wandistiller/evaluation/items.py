@@ -1,13 +1,12 @@
 """Items that `sample` and `evaluate` are asked to draw: prompts and, for image-to-video, first frames."""
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.data.colours import WHITE, background_of
-from wandistiller.data.conditions import ends_problems, given_frames
+from wandistiller.data.conditions import given_frames, given_problems
 from wandistiller.data.dataset import EMBEDDED, FIRST_FRAMES, PromptItem, read_dataset
 from wandistiller.data.lines import LISTS, prompt_problems
 from wandistiller.data.media import CROP, MediaError, MediaReader, Size
@@ -38,6 +37,11 @@ def read_items(
         raise ConfigError(problem("command line", "last_image", last_images[0], "Give `image` too."))
     if not any(first):
         return items
+    if own := next((item.begins_with for item in items if item.begins_with), None):
+        remedy = (
+            f"{words[0]} has images of its own, such as {own}. Leave this flag out, or give prompts alone."
+        )
+        raise ConfigError(problem("command line", "image", images[0], remedy))
     return [PromptItem(i.prompt, None, *ends) for i, *ends in zip(items, first, last, strict=True)]
 
 
@@ -57,13 +61,7 @@ def image_problems(folder: WanFolder, items: list[PromptItem], *, given: bool = 
     if not folder.config.takes_image:
         remedy = "It makes clips of text alone; leave it out."
         return [problem(folder.name, "image", "given", remedy)] if given else []
-    if without := next((item.prompt for item in items if not item.begins_with), None):
-        remedy = "Give rows with `image` or `video`, or for `sample` --image."
-        return [
-            f"{folder.name} makes clips that begin with a given image, but {json.dumps(without)} has none. "
-            + remedy
-        ]
-    return ends_problems(folder, items)
+    return given_problems(folder, items)
 
 
 def reader_of(facts: Facts, folder: WanFolder) -> MediaReader:

@@ -19,6 +19,7 @@ from wandistiller.data.lines import caption
 from wandistiller.data.measured import Measured
 from wandistiller.data.media import Size
 from wandistiller.data.media_cache import Sample
+from wandistiller.data.media_record import RECORD, record_media
 from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.evaluation.quantization_error import SAMPLES, in_words, quantization_error
@@ -80,6 +81,7 @@ def prepare(job: Job, ranks: Ranks = ALONE) -> tuple[CachedData, Conditions, Tea
     more = {"reader": job.reader, "samples_per_file": files, "teacher_fingerprint": teachers}
     latents = LatentCache(job.cache, job.folder, job.rollouts, device, **more)
     selection, samples, skipped = _select(job, latents, conditions)
+    _record_media(job, samples)
     sample_items = _sample_items(job, samples, skipped, conditions)
     items = [s.item for s in samples.values()] + sample_items
     set_activity("encoding the prompts")
@@ -135,6 +137,15 @@ def _select(
             raise ConfigError(str(error), *_messages(why, f"All are in {job.output / SKIPPED}.")) from None
     _report(job, found)
     return selection, {n: samples[n] for n in selection.used()}, found
+
+
+def _record_media(job: Job, samples: dict[int, Sample]) -> None:
+    """Record what the samples' media are, for a resume. Collective."""
+    media = {file for s in samples.values() for file in (s.item.media, *s.item.images) if file}
+    if media and job.resume_from and not (job.resume_from.absolute().parents[1] / RECORD).is_file():
+        collectives.log0("media     the run has no record of its media: replaced ones are not noticed")
+    if media:
+        record_media(job.output / RECORD, job.run.data_path, media)
 
 
 def _with_latents(job: Job, selection: SampleSelection, samples: dict[int, Sample]) -> set[int]:

@@ -179,15 +179,16 @@ def ends_of_files(folders: Iterable[Path]) -> list[tuple[str, int, str]]:
     return parts
 
 
-def file_digest(file: Path) -> str:
-    return digest(_ends(file))
+def file_digest(file: Path, ends: int = 1 << 20) -> str:
+    """Hash a file's size, and so many bytes of its head and of its tail."""
+    return digest(_ends(file, ends))
 
 
-def _ends(file: Path) -> tuple[int, str]:
+def _ends(file: Path, ends: int = 1 << 20) -> tuple[int, str]:
     size = file.stat().st_size
     with file.open("rb") as stream:
-        head = stream.read(1 << 20)
-        stream.seek(max(0, size - (1 << 20)))
+        head = stream.read(ends)
+        stream.seek(max(0, size - ends))
         return size, hashlib.blake2b(head + stream.read(), digest_size=8).hexdigest()
 
 

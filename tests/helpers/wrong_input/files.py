@@ -33,7 +33,13 @@ PROMPTS: list[tuple[str, str | bytes, str]] = [  # file, its content, its messag
         "prompt\na red, round ball\n",
         ", line 2: 2 fields, but the header has 1. Put a text",
     ),
-    ("p.csv", "prompt,image,video\na,a,b\n", ", line 2: two media: `image` is a, `video` is b. Keep one"),
+    ("p.csv", "prompt,image,video\na,a,a\n", ", line 2: two media: `image` is a, `video` is a. Keep one"),
+    ("p.csv", "prompt,image\na,https://e.org/a.png\n", ", line 2: https://e.org/a.png is an address. Fetch"),
+    (
+        "p.txt",
+        "a ball\nin/a.mp4\nin/b.mp4",
+        ", line 2: in/a.mp4 is the name of a file, where a prompt should be.",
+    ),
     (
         "p.tsv",
         "prompt\tsrc\na\tclip.mp4\n",
@@ -41,7 +47,7 @@ PROMPTS: list[tuple[str, str | bytes, str]] = [  # file, its content, its messag
     ),
     ("p.txt", "\u200b\n\u2060\u00ad\ufeff \n", ": no prompt in it."),
     ("p.jsonl", '{"prompt": "\u200b"}\n', ", line 1: no prompt."),
-    ("p.png", b"", ": not a .txt, .jsonl, .csv, .tsv or folder. Write prompts into a .txt"),
+    ("p.pt", b"", ": not a .txt, .jsonl, .csv, .tsv or folder. Give a .txt with one prompt a line, a folder"),
     ("p.jsonl", "", ": no prompt in it. Write one prompt a line."),
     ("p.jsonl", '{"prompt": "a"}\n[]\n', ', line 2: no prompt. Write {"prompt": "...'),
     ("p.jsonl", '{"prompt": "a", "id": ' + "9" * 5000 + "}\n", NO_OBJECT),
@@ -58,7 +64,7 @@ FOLDERS: list[tuple[dict[str, Any], str]] = [
     ({"d/a.png": b"", "d/a.txt": b"\xff"}, "{here}/d/a.txt: not UTF-8: ...Save it as UTF-8."),
     ({"d/a.png": b"", "d/a.txt": "x" * 70_000}, "{here}/d/a.txt: over 65536 bytes. Write one prompt."),
     ({"d/a.png": b"", "d/a.txt": "\u200b"}, "{here}/d/a.png: no prompt. Write it into a.txt beside it."),
-    ({"d/a.psd": b"", "d/a.txt": "red"}, "{here}/d: no file in it can be read: {here}/d/a.psd and 0 more"),
+    ({"d/a.psd": b"", "d/a.txt": "red"}, "{here}/d/a.psd: has a prompt, but an ending that is not known"),
     ({"d/.hidden.txt": "red", "d/@eaDir/a.txt": "red"}, "{here}/d: no prompt in it. Write one prompt"),
     ({"d/a.png": b"", "d/metadata.csv": TABLE}, "no prompt...or give --data_path {here}/d/metadata.csv"),
     ({"d/metadata.csv": TABLE}, "no prompt in it...or give --data_path {here}/d/metadata.csv"),
@@ -79,7 +85,7 @@ TRAPS = {"loop": circle, "pipe.txt": pipe}
 """Files beside the sound ones."""
 TOO_LONG = "is too long a name. Give a shorter path."
 NO_WAN = "...Give a complete diffusers Wan pipeline folder, a hub id, or `tiny`."
-NO_DATA = "...no such file or folder. Give prompts (.txt, .jsonl, .csv, .tsv), a folder of media, or `tiny`."
+NO_DATA = "...no such file or folder. Give a .txt with one prompt a line, a folder of media, a .jsonl"
 PATHS: dict[tuple[str, ...], list[tuple[str, str]]] = {  # keys of the recipe -> values and their messages
     ("student_config", "deepspeed_config", "teacher_deepspeed_config"): [
         ("{here}/loop", "its symbolic links lead in a circle. Name the file itself."),

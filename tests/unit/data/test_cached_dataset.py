@@ -18,7 +18,7 @@ from slow_cases import slow_but
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.data.cached_dataset import AllSamples, SampleSelection
-from wandistiller.data.dataset import MediaType, PromptDataset, read_dataset
+from wandistiller.data.dataset import MediaType, PromptDataset
 from wandistiller.data.media import Size
 from wandistiller.training.prepare import prepare
 from wandistiller.utils.errors import ConfigError
@@ -214,11 +214,3 @@ def test_an_unusable_stand_in_is_replaced_too() -> None:
         assert len(new) == 2 and not bad & set(new)
         assert set(new) <= {chosen.number_at(i) for i in range(4)}
         bad |= set(new)
-
-
-def test_an_epoch_has_media_once_and_every_rollout_of_a_prompt(tmp_path: Path, wan1: Path) -> None:
-    write_media(tmp_path, 10)
-    given_run = a_run(tmp_path, wan1, rollouts_per_prompt=3, num_epochs=2)
-    del given_run["max_steps"]
-    assert len(read_dataset(str(tmp_path / "data.jsonl"))) == 12
-    assert read_job(RunConfig(**given_run), 1).run.max_steps == 4  # 2 x (10 + 2 x 3) / 8

@@ -51,11 +51,6 @@ def test_clips_begin_evenly_from_the_first_frame_to_where_the_last_ends_the_vide
     assert found == [list(range(first, first + 5)) for first in firsts]
 
 
-def test_clips_of_a_faster_video_are_thinned_out_from_its_own_frames(tmp_path: Path) -> None:
-    file = video(tmp_path / "a.mp4", 57, fps=48)  # 19 frames remain: 1, 4, ... 55
-    assert clip(file, 1, 2) == [43, 46, 49, 52, 55]
-
-
 def test_no_clip_of_a_video_of_fewer_frames_can_be_used(tmp_path: Path) -> None:
     file = video(tmp_path / "a.mp4", 3)
     for number in range(2):

@@ -72,15 +72,6 @@ def test_arbitrary_bytes_and_truncated_files_count_as_missing(
     assert read_cache(tmp_path, raw) is read_cache(tmp_path, written[: length % len(written)]) is None
 
 
-@fuzz(300)
-@given(start=st.integers(0, 10**6), bytes_between=st.binary(max_size=40), length=st.integers(0, 40))
-def test_replaced_bytes_never_give_other_numbers(
-    tmp_path: Path, written: bytes, start: int, bytes_between: bytes, length: int
-) -> None:
-    start %= len(written)
-    assert is_right_or_refused(tmp_path, written[:start] + bytes_between + written[start + length :])
-
-
 def test_every_flipped_bit_of_the_numbers_is_detected(tmp_path: Path, written: bytes) -> None:
     (header,) = struct.unpack("<Q", written[:8])
     entry = json.loads(written[8 : 8 + header])[f"{KEY}.x0"]

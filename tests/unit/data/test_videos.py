@@ -9,11 +9,11 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
-from grey_videos import by_ffmpeg, encoder, timed_video, video
+from grey_videos import by_ffmpeg, encoder, numbers, timed_video, video
 from PIL import Image
 
 from wandistiller.data.media import MediaError, MediaReader, Size
-from wandistiller.data.videos import VideoError, number_of_frames, read_frames
+from wandistiller.data.videos import number_of_frames, read_frames
 from wandistiller.utils.images import write_mp4
 
 BLUE = (0, 0, 255)
@@ -24,14 +24,6 @@ PQ, HLG, LINEAR, BT709, BT2020, P3 = 16, 18, 8, 1, 9, 12
 def taken(file: Path, fps: float, begin: int = 0) -> list[int]:
     """Numbers of the frames at a rate."""
     return [round(np.asarray(picture).mean() / 4) for picture in read_frames(file, fps, begin)]
-
-
-def test_a_video_of_variable_rate_is_read_by_its_time_stamps(tmp_path: Path) -> None:
-    """As screen recorders write them: three of four frames are left out where nothing moves."""
-    seconds = [Fraction(n, 30) for n in range(60) if not 20 <= n <= 50 or n % 4 == 0]
-    file = timed_video(tmp_path / "a.mp4", seconds)
-    assert taken(file, 15)[10:25] == [20, 20, 21, 21, 22, 22, 23, 23, 24, 24, 25, 25, 26, 26, 27]
-    assert len(taken(file, 15)) == 30
 
 
 def random_stamps(random_: random.Random) -> list[Fraction]:
@@ -75,14 +67,59 @@ def test_every_gif_picture_is_shown_for_its_own_time(tmp_path: Path) -> None:
     assert ((pixels_CFHW[0, :, 0, 0] + 1) * 127.5 / 40).round().tolist() == [0, 1, 1, 1, 2, 3]
 
 
+def test_gif_pictures_of_10_ms_last_as_long_as_ffmpeg_shows_them(tmp_path: Path) -> None:
+    pictures = [Image.new("L", (32, 32), 4 * n) for n in range(49)]
+    durations = [(20, 10, 20)[n % 3] for n in range(49)]  # 60 a second
+    pictures[0].save(tmp_path / "a.gif", save_all=True, append_images=pictures[1:], duration=durations)
+    pixels_CFHW = MediaReader(16.0).read(tmp_path / "a.gif", Size(32, 32, 13))
+    assert numbers(pixels_CFHW) == by_ffmpeg(tmp_path / "a.gif", 16)
+
+
+def two_streams(file: Path, frames: dict[str, int], default: str = "", large: str = "") -> Path:
+    """Write a video of streams by their codec, each of so many frames; mjpeg's are brighter."""
+    with av.open(str(file), "w") as container:
+        streams = {codec: container.add_stream(codec, rate=16) for codec in frames}
+        for codec, stream in streams.items():
+            stream.width = stream.height = 64 if codec == large else 32
+            stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+            stream.disposition = 1 if codec in default.split() else 0
+        for codec, stream in streams.items():
+            grey = np.full((stream.height, stream.width, 3), 200 if codec == "mjpeg" else 40, np.uint8)
+            for _ in range(frames[codec]):
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(grey)))
+            container.mux(stream.encode())
+    return file
+
+
+@pytest.mark.parametrize(
+    ("mjpeg", "default", "large", "grey"),
+    [
+        (1, "", "", 40),  # a thumbnail beside the clip
+        (1, "mjpeg", "mjpeg", 40),
+        (8, "mjpeg", "libx264", 200),  # as ffmpeg chooses
+        (8, "libx264", "mjpeg", 40),
+        (8, "mjpeg libx264", "mjpeg", 200),
+        (8, "mjpeg libx264", "libx264", 40),
+    ],
+)
+def test_of_several_streams_ffmpeg_s_choice_is_read_and_never_a_thumbnail(
+    tmp_path: Path, mjpeg: int, default: str, large: str, grey: int
+) -> None:
+    file = two_streams(tmp_path / "a.mov", {"mjpeg": mjpeg, "libx264": 8}, default, large)
+    shown = list(read_frames(file, 16))
+    assert len(shown) == 8 and np.asarray(shown[0]).mean() == pytest.approx(grey, abs=4)
+    if mjpeg > 1:
+        assert by_ffmpeg(file, 16)[0] == grey // 4
+
+
 def coded(
     file: Path, ycc: Sequence[tuple[int, int, int]], transfer: int, primaries: int, matrix: int
 ) -> Path:
     """Write frames of one colour each, (Y, Cb, Cr) of 10 bits in the limited range."""
     with encoder(file, "ffv1", (32, 32), "yuv420p10le") as (stream, write):
-        for numbers in ycc:
+        for colour in ycc:
             frame = av.VideoFrame(32, 32, "yuv420p10le")
-            for plane, number in zip(frame.planes, numbers, strict=True):
+            for plane, number in zip(frame.planes, colour, strict=True):
                 plane.update(np.full(plane.buffer_size // 2, number, np.uint16).tobytes())
             for target in (frame, stream.codec_context):
                 target.color_trc, target.color_primaries = transfer, primaries
@@ -118,22 +155,11 @@ TO_P3 = np.array([[0.8225, 0.1774, 0.0], [0.0332, 0.9669, 0.0], [0.0171, 0.0724,
 """Linear light of sRGB's primaries as that of P3's."""
 
 
-@pytest.mark.parametrize(("transfer", "is_read"), [(2, False), (PQ, True)])
-def test_dolby_vision_is_read_by_its_base_layer_or_named(
-    tmp_path: Path, transfer: int, is_read: bool
-) -> None:
-    file = tmp_path / "v.mp4"
-    with encoder(file, "libx264", (64, 64), rate=30) as (stream, write):
-        stream.codec_context.color_trc = transfer
-        frame = av.VideoFrame.from_ndarray(np.zeros((64, 64, 3), np.uint8))
-        frame.pts, frame.time_base = 0, Fraction(1, 30)
-        write(frame)
+def test_dolby_vision_without_a_base_layer_of_its_own_is_named(tmp_path: Path) -> None:
+    file = video(tmp_path / "v.mp4", 8)
     file.write_bytes(file.read_bytes().replace(b"avc1", b"dva1"))  # Dolby's name of H.264
-    if is_read:
-        assert len(list(read_frames(file, 30))) == 1
-    else:
-        with pytest.raises(VideoError, match="Dolby Vision"):
-            next(read_frames(file, 30))
+    with pytest.raises(ValueError, match="is Dolby Vision without a base layer of its own"):
+        next(read_frames(file, 30))
 
 
 def test_wide_primaries_become_those_of_srgb(tmp_path: Path) -> None:
@@ -163,26 +189,37 @@ def test_an_unspecified_matrix_is_that_of_hd_for_hd(tmp_path: Path) -> None:
     assert reds == [pytest.approx([255, 0, 0], abs=4)] * 2
 
 
+def half_hidden(file: Path, codec: str, pixels: str) -> Path:
+    """Write a video that is red on the left, and whose green right half is transparent."""
+    rgba = np.zeros((64, 64, 4), np.uint8)
+    rgba[:, :32] = (255, 0, 0, 255)
+    rgba[:, 32:] = (0, 255, 0, 0)
+    with encoder(file, codec, (64, 64), pixels) as (_, write):
+        for _ in range(5):
+            write(av.VideoFrame.from_ndarray(rgba, format="rgba").reformat(format=pixels))
+    return file
+
+
 @pytest.mark.parametrize(
     ("name", "codec", "pixels"),
     [
         ("a.mov", "qtrle", "argb"),
         ("a.mov", "prores_ks", "yuva444p10le"),
-        ("a.webm", "libvpx-vp9", "yuva420p"),
     ],
 )
 def test_transparent_parts_of_videos_show_the_background(
     tmp_path: Path, name: str, codec: str, pixels: str
 ) -> None:
-    rgba = np.zeros((64, 64, 4), np.uint8)
-    rgba[:, :32] = (255, 0, 0, 255)
-    rgba[:, 32:] = (0, 255, 0, 0)
-    with encoder(tmp_path / name, codec, (64, 64), pixels) as (_, write):
-        for _ in range(5):
-            write(av.VideoFrame.from_ndarray(rgba, format="rgba").reformat(format=pixels))
-    pixels_CFHW = (MediaReader(16.0, BLUE).read(tmp_path / name, Size(64, 64, 5)) + 1) * 127.5
+    file = half_hidden(tmp_path / name, codec, pixels)
+    pixels_CFHW = (MediaReader(16.0, BLUE).read(file, Size(64, 64, 5)) + 1) * 127.5
     assert pixels_CFHW[:, 4, 32, 8].tolist() == pytest.approx([255, 0, 0], abs=8)
     assert pixels_CFHW[:, 4, 32, 56].tolist() == pytest.approx(BLUE, abs=8)
+
+
+def test_a_webm_with_alpha_is_refused_and_its_hidden_colours_never_shown(tmp_path: Path) -> None:
+    file = half_hidden(tmp_path / "a.webm", "libvpx-vp9", "yuva420p")
+    with pytest.raises(MediaError, match="is a WebM with alpha, which is not read; save it as .mov"):
+        MediaReader(16.0, BLUE).read(file, Size(64, 64, 5))
 
 
 def halves(file: Path, **settings: object) -> Path:
