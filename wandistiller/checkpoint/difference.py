@@ -8,7 +8,7 @@ MADE_OF = {
     "student": ("student_config",),
     "data": (
         *("data_path", "height", "width", "num_frames", "buckets", "rollout_steps", "rollouts_per_prompt"),
-        *("rollout_path", "seed", "shift", "video_fps", "fit", "background", "clips_per_video"),
+        *("seed", "shift", "video_fps", "fit", "background", "clips_per_video"),
     ),
 }
 """Keys of the identity that are hashes -> the settings behind them."""

@@ -12,7 +12,7 @@ from wandistiller.utils.logging import set_activity
 
 CHANGEABLE = """
     optimizer scheduler gradient_clipping precision learning_rates ema ema_start
-    guidance objective data teacher teacher_weights seed shift train_batch_size expert_blocks
+    guidance objective data teacher teacher_weights seed shift train_batch_size
 """.split()
 """Keys of a run's identity that may differ at resume; all others fix the shapes of its weights."""
 NONE_GOOD = "{}: none of its checkpoints can be used. `--resume never` starts anew and keeps them."
@@ -94,7 +94,7 @@ def changed_keys(folder: Path, recorded: dict[str, Any], allowed: list[str]) -> 
         ConfigError: with every other difference.
     """
     state = read_state(folder)
-    saved, identity = (_with_decay(one["identity"]) for one in (state, recorded))
+    saved, identity = state["identity"], recorded["identity"]
     differ = {k for k in identity | saved if saved.get(k) != identity.get(k)}
     if not (wrong := sorted(differ - set(allowed))):
         return differ
@@ -105,15 +105,3 @@ def changed_keys(folder: Path, recorded: dict[str, Any], allowed: list[str]) -> 
     raise ConfigError(
         *(f"{folder}: holds a run with another {key}: {text}. {remedy}." for key, text in words.items())
     )
-
-
-def _with_decay(identity: dict[str, Any]) -> dict[str, Any]:
-    """Return an identity with Adam's decay written out, which earlier runs left to DeepSpeed's default, 0.
-
-    Those that ran with torch's AdamW had its 0.01, which is not recorded: they go on at 0.
-    """
-    optimizer = identity.get("optimizer", {})
-    if "adam" not in str(optimizer.get("type")).lower():
-        return identity
-    params = {"weight_decay": 0.0} | optimizer.get("params", {})
-    return identity | {"optimizer": optimizer | {"params": params}}

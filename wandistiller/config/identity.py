@@ -55,7 +55,7 @@ def identity(job: Job) -> dict[str, Any]:
         "seed": r.seed,
         "shift": r.shift,
         "train_batch_size": job.batch.total,
-        "expert_blocks": r.expert_blocks,
+        "expert_blocks": 1,  # once a setting; as in checkpoints of 0.1.0
         # but for keys that choose between equal implementations
         "optimizer": {"type": engine.section("optimizer")["type"], "params": params},
         "scheduler": engine.raw.get("scheduler"),

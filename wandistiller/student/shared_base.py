@@ -1,8 +1,6 @@
 """A network whose frozen weights are another's: in a run of adapters the teacher's, for every role."""
 
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -126,19 +124,6 @@ def hollow_model(config: TransformerConfig) -> nn.Module:
     for name, p in list(model.named_parameters()):
         set_parameter(model, name, torch.zeros(()).expand(p.shape))
     return model
-
-
-@contextmanager
-def without_adapters(networks: Iterable[nn.Module]) -> Iterator[None]:
-    """Let networks be their bases within."""
-    networks = [*networks]
-    for network in networks:
-        network.disable_adapters()
-    try:
-        yield
-    finally:
-        for network in networks:
-            network.enable_adapters()
 
 
 def on_base(model: nn.Module, base: nn.Module) -> TrainedParts:
