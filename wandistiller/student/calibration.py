@@ -158,7 +158,8 @@ def _in_parts(add: Callable[[Tensor], None], _: nn.Module, inputs: tuple[Tensor,
 
 TOKENS, FEWEST, MOST = 2**15, 16, 64
 """Patches of all calibration samples together, and bounds for the number of samples."""
-BANDS = 4
+BANDS = [(0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0)]
+"""Of sigma, in which the error before training is stated."""
 
 
 def number_of_samples(tokens: int) -> int:
@@ -167,15 +168,16 @@ def number_of_samples(tokens: int) -> int:
 
 
 def calibration_batches(
-    data: CachedData, schedule: FlowSchedule, *, tokens: int, batch_size: int
+    data: CachedData, schedule: FlowSchedule, *, tokens: int, batch_size: int, most: int = MOST
 ) -> list[Batch]:
     """Make batches, each of one expert, at evenly spaced points of the unshifted line, as in training.
 
     Args:
         tokens: patches of a sample; the samples together have `TOKENS` patches, if `FEWEST` to
             `MOST` samples can.
+        most: further bound of their number.
     """
-    count = number_of_samples(tokens)
+    count = min(number_of_samples(tokens), most)
     sigmas = [schedule.shifted((i + 0.5) / count) for i in range(count)]
     batches = []
     for expert in Expert:
@@ -205,9 +207,8 @@ class VelocityError:
         return (error / norm).sqrt().item() if len(rows_N3) else None
 
     def by_sigma(self) -> dict[str, float]:
-        """Return the error in each of `BANDS` equal bands of sigma, without empty ones."""
-        bands = [(i / BANDS, (i + 1) / BANDS) for i in range(BANDS)]
-        errors = {band_name(low, high): self.relative(low, high) for low, high in bands}
+        """Return the error in each of `BANDS`, without empty ones."""
+        errors = {band_name(low, high): self.relative(low, high) for low, high in BANDS}
         return {band: error for band, error in errors.items() if error is not None}
 
 
