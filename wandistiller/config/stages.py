@@ -16,6 +16,7 @@ from wandistiller.config.job import Job
 from wandistiller.config.run_config import EITHER, RunConfig
 from wandistiller.config.same_sampler import same_sampler_problems
 from wandistiller.config.shorthands import merged
+from wandistiller.config.stage_order import order_problems
 from wandistiller.config.start import DONE, recorded_stages
 from wandistiller.config.validate import read_job
 from wandistiller.objectives.registry import read_objective
@@ -190,7 +191,7 @@ def read_jobs(runs: dict[str, RunConfig], world: int, *, here: bool = True) -> l
             problems |= {text: stage for text in error.problems if text not in problems}
     for text in places_problems(runs):
         problems.setdefault(text, "")
-    problems |= {} if problems else same_sampler_problems(jobs)
+    problems |= {} if problems else same_sampler_problems(jobs) | order_problems(jobs)
     if not problems:
         jobs = with_spent(jobs)
         problems = {text: job.stage for job in jobs if (text := _gone_problem(job))}
