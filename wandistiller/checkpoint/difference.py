@@ -6,6 +6,7 @@ from typing import Any
 MADE_OF = {
     "teacher": ("teacher_path", "teacher_revision", "teacher_lora"),
     "student": ("student_config",),
+    **dict.fromkeys(("vae", "text_encoder", "image_encoder"), ("teacher_path", "teacher_revision")),
     "data": (
         *("data_path", "height", "width", "num_frames", "buckets", "rollout_steps", "rollouts_per_prompt"),
         *("seed", "shift", "video_fps", "fit", "background", "clips_per_video"),
@@ -15,7 +16,7 @@ MADE_OF = {
 LISTED = {"guidance": ("guidance_scale", "guidance_scale_2", "negative_prompt")}
 """Keys of the identity that are lists -> what is in them."""
 OTHERWISE = {
-    "teacher": "its files are not as they were",
+    **dict.fromkeys(("teacher", "vae", "text_encoder", "image_encoder"), "its files are not as they were"),
     "student": "the one that it starts from was trained in another way, or lies in another place",
     "data": "other prompts, or names of media",
 }
@@ -26,8 +27,7 @@ def in_words(key: str, saved: dict[str, Any], now: dict[str, Any]) -> str:
     """Say what of a key of the identity was other.
 
     Args:
-        saved, now: {"identity", "facts", "run", "files"} of the checkpoint and of this run; of older
-            checkpoints without "files".
+        saved, now: {"identity", "facts", "run", "files"} of the checkpoint and of this run.
     """
     if key not in MADE_OF:
         values = [state["identity"].get(key) for state in (saved, now)]

@@ -17,6 +17,7 @@ from wandistiller.student.start_places import start_places
 from wandistiller.teacher.teacher_json import quantized_facts
 from wandistiller.utils.files import digest, ends_of_files, file_digest, fingerprint, write_json
 from wandistiller.wan.added_lora import as_settings
+from wandistiller.wan.components import IMAGE_PARTS
 from wandistiller.wan.full_models import content, is_full_model
 
 STILLS = (MediaType.IMAGE, *GIVEN)
@@ -33,6 +34,7 @@ def recorded(job: Job) -> dict[str, Any]:
     files = {name: f"{size} {ends}" for name, size, ends in ends_of_files(folders)}
     return {
         "identity": identity(job),
+        "inputs": inputs(job),
         "facts": provenance(job).as_json(),
         "run": run,
         "files": {"teacher": files},
@@ -64,6 +66,18 @@ def identity(job: Job) -> dict[str, Any]:
         **quantized_facts(job.teacher),
         **tuning(job),
     }
+
+
+def inputs(job: Job) -> dict[str, Any]:
+    """Return what a resumed run must share too, and checkpoints of before the first release have not."""
+    folder, engine = job.folder, job.student_engine
+    parts = {"vae": ["vae"], "text_encoder": ["text_encoder", "tokenizer"]}
+    parts |= {"image_encoder": [*IMAGE_PARTS]} if folder.config.image_dim else {}
+    # a hub id's may not be here yet, but its commit is the teacher's
+    found = (
+        {} if folder.revision else {k: fingerprint(folder.path / p for p in ps) for k, ps in parts.items()}
+    )
+    return {"teacher_dtype": job.teacher.engine.precision, "torch_autocast": engine.autocast} | found
 
 
 def start_identity(job: Job) -> dict[str, Any]:

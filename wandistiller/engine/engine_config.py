@@ -56,10 +56,10 @@ class EngineConfig(DeepSpeedJson):
         return bool(section.get("partition_activations") or section.get("cpu_checkpointing"))
 
     @property
-    def autocast(self) -> dict[str, Any]:
-        """The section `torch_autocast`; empty if it is not switched on."""
+    def autocast(self) -> dict[str, Any] | None:
+        """The section `torch_autocast`, if it is switched on."""
         section = self.section("torch_autocast")
-        return section if section.get("enabled") else {}
+        return section if section.get("enabled") else None
 
     @property
     def batch(self) -> BatchSize:

@@ -10,7 +10,7 @@ from wandistiller.batch import STUDENT, State
 from wandistiller.checkpoint.checkpointer import Checkpointer
 from wandistiller.checkpoint.loading import load, read_state
 from wandistiller.checkpoint.manifest import steps
-from wandistiller.checkpoint.resume import changed_keys, set_newer_aside
+from wandistiller.checkpoint.resume import NOT_RECORDED, changed_keys, set_newer_aside
 from wandistiller.config.identity import recorded
 from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
@@ -230,6 +230,8 @@ class Trainer:
         )
         state = read_state(folder)
         self.nonfinite.skipped, self._warmed_up = state.get("skipped_steps", 0), state.get("head_start", 0)
+        if "inputs" not in state:
+            collectives.log0(NOT_RECORDED, folder)
         collectives.log0("resumed   %s: %d of %d steps are done", folder, start, self.job.run.max_steps)
         if collectives.rank() == 0:
             set_newer_aside(self.job.output, folder)
