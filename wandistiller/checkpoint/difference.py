@@ -6,15 +6,14 @@ from typing import Any
 MADE_OF = {
     "teacher": ("teacher_path", "teacher_revision", "teacher_lora"),
     "student": ("student_config",),
+    "guidance": ("guidance_scale", "guidance_scale_2", "negative_prompt"),
     **dict.fromkeys(("vae", "text_encoder", "image_encoder"), ("teacher_path", "teacher_revision")),
     "data": (
         *("data_path", "height", "width", "num_frames", "buckets", "rollout_steps", "rollouts_per_prompt"),
         *("seed", "shift", "video_fps", "fit", "background", "clips_per_video"),
     ),
 }
-"""Keys of the identity that are hashes -> the settings behind them."""
-LISTED = {"guidance": ("guidance_scale", "guidance_scale_2", "negative_prompt")}
-"""Keys of the identity that are lists -> what is in them."""
+"""Keys of the identity that are hashes or lists -> the settings behind them."""
 OTHERWISE = {
     **dict.fromkeys(("teacher", "vae", "text_encoder", "image_encoder"), "its files are not as they were"),
     "student": "the one that it starts from was trained in another way, or lies in another place",
@@ -30,13 +29,8 @@ def in_words(key: str, saved: dict[str, Any], now: dict[str, Any]) -> str:
         saved, now: {"identity", "facts", "run", "files"} of the checkpoint and of this run.
     """
     if key not in MADE_OF:
-        values = [state["identity"].get(key) for state in (saved, now)]
-        if key in LISTED and all(isinstance(value, list) for value in values):
-            values = [dict(zip(LISTED[key], value, strict=False)) for value in values]
-        return _changes({key: values[0]}, {key: values[1]}, key)
-    found = [
-        _changes(*({name: state.get("run", {}).get(name)} for state in (saved, now))) for name in MADE_OF[key]
-    ]
+        return _changes(*({key: state["identity"].get(key)} for state in (saved, now)), key)
+    found = [_changes(*({name: state["run"].get(name) for name in MADE_OF[key]} for state in (saved, now)))]
     if key == "student":
         before, after = (state["facts"].get("before", []) for state in (saved, now))
         if before != after:

@@ -11,7 +11,7 @@ from wandistiller.data.colours import WHITE
 from wandistiller.data.dataset import GIVEN, MediaType
 from wandistiller.data.media import LETTERBOX
 from wandistiller.experts import Expert
-from wandistiller.student.config import IMPORTANCE, transformer_folder
+from wandistiller.student.config import IMPORTANCE
 from wandistiller.student.full_start import full_starts
 from wandistiller.student.start_places import start_places
 from wandistiller.teacher.teacher_json import quantized_facts
@@ -78,14 +78,6 @@ def inputs(job: Job) -> dict[str, Any]:
         {} if folder.revision else {k: fingerprint(folder.path / p for p in ps) for k, ps in parts.items()}
     )
     return {"teacher_dtype": job.teacher.engine.precision, "torch_autocast": engine.autocast} | found
-
-
-def start_identity(job: Job) -> dict[str, Any]:
-    """Return all that the student's weights before training depend on; of a folder its files too."""
-    if job.start or job.student.init in ("teacher", "random"):
-        return identity(job)
-    folders = [transformer_folder(job.student.init, expert) for expert in job.student_experts]
-    return identity(job) | {"init": fingerprint(folders)}
 
 
 def data_digest(job: Job) -> str:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,14 +12,13 @@ from torch import Tensor, nn
 
 from wandistiller.batch import Batch
 from wandistiller.data.cached_dataset import CachedData
-from wandistiller.data.measured import Measured, batches_digest
+from wandistiller.data.measured import Measured
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.shutdown import Stopped
 from wandistiller.experts import Expert, expert_at
 from wandistiller.flow import FlowSchedule, band_name, with_noise
 from wandistiller.student.pruning import CalibrationStats, InputMoments
-from wandistiller.utils.files import digest
 from wandistiller.utils.logging import heartbeat
 from wandistiller.wan.structure import CONDITION, IMAGE_NORM, NORMED, STREAM_NORMS, TEXT_READER
 from wandistiller.wan.text_padding import TEXT_TOKENS, padded
@@ -233,30 +231,4 @@ def velocity_error(
         collectives.raise_if_stop_requested()
         heartbeat()
         rows.append(error_rows(batch, velocity(batch), target_BCFHW))
-    return VelocityError(torch.cat(rows))
-
-
-@torch.no_grad()
-def start_error(
-    batches: list[Batch],
-    teacher: Callable[[Batch], Tensor],
-    student: Callable[[Batch], Tensor],
-    measured: Measured,
-    identity: Any,
-) -> VelocityError:
-    """Measure the student before training, and keep the errors. Collective.
-
-    Args:
-        identity: all that the student's weights depend on, for JSON.
-    """
-    rows, same = [], batches_digest(batches)
-    progress = Progress("velocity error at the start", 2 * len(batches), "call")
-    teacher, student = progress.counting(teacher), progress.counting(student)
-    for i, batch in enumerate(batches):
-        collectives.raise_if_stop_requested()
-        before = progress.done
-        name = digest("start", same, identity, i)
-        rows.append(measured.of(name, lambda b=batch: error_rows(b, student(b), teacher(b))))
-        if progress.done == before:
-            progress.skip(2)
     return VelocityError(torch.cat(rows))

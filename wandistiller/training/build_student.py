@@ -11,11 +11,12 @@ from torch import nn
 
 from wandistiller.batch import STUDENT, Batch
 from wandistiller.checkpoint import checkpointer, loading
-from wandistiller.config.identity import start_identity, write_resolved
+from wandistiller.config.identity import write_resolved
 from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.measured import Measured, batches_digest
 from wandistiller.distributed import collectives
+from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.engine.monitors import name_run
 from wandistiller.experts import Expert
@@ -26,7 +27,7 @@ from wandistiller.student.calibration import (
     VelocityError,
     calibration_batches,
     measure,
-    start_error,
+    velocity_error,
 )
 from wandistiller.student.config import (
     IMPORTANCE,
@@ -253,7 +254,10 @@ def _start_error(
         return 0.0, {band_name(*band): 0.0 for band in BANDS}
     samples = job.run.max_steps * job.batch.total
     batches = calibration_of(job, data, most=max(FEWEST_AT_START, int(SHARE_AT_START * samples)))
-    error = start_error(batches, teacher.velocity, student.velocity, data.measured, start_identity(job))
+    progress = Progress("velocity error at the start", 2 * len(batches), "call")
+    targets = map(progress.counting(teacher.velocity), batches)
+    error = velocity_error(batches, targets, progress.counting(student.velocity))
+    error = collectives.broadcast_object(error)
     inputs = (t for b in batches for t in b.tensors())
     if all(t.isfinite().all() for t in inputs):  # else the step that uses the sample names it
         require_finite_start(job, error)

@@ -241,25 +241,18 @@ def guided_teacher(
     how = {"merges_padding": job.run.merge_text_padding, "ranks": ranks}
     teacher = build_teacher(job.teachers_folder, job.teacher, guidance, **how)
     if weights := job.teacher.weights:
-        given = conditioning_of_shortest(job, conditions, sample_items)
+        drawn = [Sample(item, job.size) for item in sample_items[:SAMPLES]]
+        given = conditions.of(drawn) if drawn else conditions.text.of([job.run.negative_prompt])
+        given = given.shortened(job.folder.shortest_latent).to(collectives.device())
         with whole_sequences(local_modules(without_guidance(teacher)).values()):  # on single frames
-            x0_BCFHW = shortest_samples(job, teacher.velocity, given)
+            x0_BCFHW = _shortest_samples(job, teacher.velocity, given)
             what = job.teachers_folder, job.teacher, teacher, guidance, x0_BCFHW, given, job.run.seed
             errors = quantization_error(*what, merges_padding=job.run.merge_text_padding)
         collectives.log0("teacher   %s: relative velocity error %s", weights, in_words(errors))
     return teacher
 
 
-def conditioning_of_shortest(
-    job: Job, conditions: Conditions, sample_items: list[PromptItem]
-) -> Conditioning:
-    """Return the conditioning of the samples on which errors are measured, on this rank's device."""
-    drawn = [Sample(item, job.size) for item in sample_items[:SAMPLES]]
-    given = conditions.of(drawn) if drawn else conditions.text.of([job.run.negative_prompt])
-    return given.shortened(job.folder.shortest_latent).to(collectives.device())
-
-
-def shortest_samples(job: Job, velocity: Callable[[State], Tensor], conditioning: Conditioning) -> Tensor:
+def _shortest_samples(job: Job, velocity: Callable[[State], Tensor], conditioning: Conditioning) -> Tensor:
     """Return x0_BCFHW of samples that a network draws, on which errors are measured. Collective."""
     folder, r = job.teachers_folder, job.run
     shape = folder.latent_shape(r.height, r.width, folder.shortest)

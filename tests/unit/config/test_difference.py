@@ -17,7 +17,13 @@ from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.utils.errors import ConfigError
 
-RUN = {"teacher_path": "wan", "data_path": "p.txt", "height": 32, "student_config": {"num_layers": 2}}
+RUN = {
+    "teacher_path": "wan",
+    "data_path": "p.txt",
+    "height": 32,
+    "student_config": {"num_layers": 2},
+    "guidance_scale_2": 3.0,
+}
 IDENTITY = {
     "teacher": "0a",
     "student": "0b",
@@ -51,11 +57,7 @@ def with_identity(**changes: Any) -> dict[str, Any]:
     [
         ("seed", with_identity(seed=7), "0, now 7"),
         ("ema", with_identity(ema=0.9), "not given, now 0.9"),
-        (
-            "guidance",
-            with_identity(guidance=[4.0, 2.5, "ugly"]),
-            "`guidance.guidance_scale_2` was 3.0, now 2.5",
-        ),
+        ("guidance", with_run(guidance_scale_2=2.5), "`guidance_scale_2` was 3.0, now 2.5"),
         (
             "optimizer",
             with_identity(optimizer={"type": "AdamW", "params": {"lr": 0.002, "eps": 1e-8}}),

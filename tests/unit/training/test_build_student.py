@@ -24,7 +24,7 @@ from wandistiller.config.run_config import RunConfig, read_run_config
 from wandistiller.config.validate import read_job
 from wandistiller.data.measured import Measured
 from wandistiller.experts import Expert
-from wandistiller.student.calibration import VelocityError, error_rows, start_error, velocity_error
+from wandistiller.student.calibration import VelocityError, error_rows, velocity_error
 from wandistiller.student.layer_importance import ROUNDS, importance, write_importance
 from wandistiller.student.shared_base import begins_as_teacher
 from wandistiller.teacher.base import (
@@ -310,8 +310,8 @@ def test_a_student_begins_as_its_teacher_in_all_that_its_velocities_depend_on(
 @pytest.mark.usefixtures("one_rank")
 def test_a_start_whose_error_is_not_finite_stops_the_run() -> None:
     job, silent = SimpleNamespace(folder=SimpleNamespace(path="t")), torch.zeros_like
-    teacher = SimpleNamespace(velocity=lambda b: silent(b.x_t_BCFHW))
-    error = start_error(batches(), teacher.velocity, teacher.velocity, Measured(None), {})
+    zeros = [silent(b.x_t_BCFHW) for b in batches()]
+    error = velocity_error(batches(), zeros, lambda b: silent(b.x_t_BCFHW))
     assert not math.isfinite(error.relative())
     with pytest.raises(ConfigError, match="t: the velocity error before training is not finite"):
         require_finite_start(job, error)
