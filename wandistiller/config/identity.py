@@ -1,24 +1,33 @@
 """Identity, facts and settings of a run for its checkpoints: all that a resumed run is compared with."""
 
 import dataclasses
+import json
 from typing import Any
 
+from wandistiller.batch import STUDENT
+from wandistiller.checkpoint import resume
+from wandistiller.checkpoint.difference import NAMED
 from wandistiller.checkpoint.facts import Facts
+from wandistiller.checkpoint.loading import ENGINE, network_name, read_state
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import JSON_FILES, ONLY_FLAGS
-from wandistiller.config.start import Start, start_after
+from wandistiller.config.start import Start, read_start, start_after
 from wandistiller.data.colours import WHITE
 from wandistiller.data.dataset import GIVEN, MediaType
 from wandistiller.data.media import LETTERBOX
+from wandistiller.data.media_record import RECORD, replaced_media
 from wandistiller.experts import Expert
 from wandistiller.student.config import IMPORTANCE
 from wandistiller.student.full_start import full_starts
 from wandistiller.student.start_places import start_places
 from wandistiller.teacher.teacher_json import quantized_facts
-from wandistiller.utils.files import digest, ends_of_files, file_digest, fingerprint, write_json
+from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.files import digest, ends_of_files, file_digest, fingerprint, read_json, write_json
 from wandistiller.wan.added_lora import as_settings
 from wandistiller.wan.components import IMAGE_PARTS
 from wandistiller.wan.full_models import content, is_full_model
+from wandistiller.wan.transformer import shapes
+from wandistiller.wan.transformer_config import TransformerConfig
 
 STILLS = (MediaType.IMAGE, *GIVEN)
 
@@ -177,3 +186,66 @@ def write_resolved(job: Job) -> None:
         write_json(folder / f"{name}.json", recipe[key])
         recipe[key] = str(folder / f"{name}.json")
     write_json(folder / "run.json", recipe)
+
+
+def resumed(job: Job) -> Job:
+    """Return the job with measured layers as in its checkpoint, which must be of this run.
+
+    Raises:
+        ConfigError: with every difference.
+    """
+    kept = read_state(job.resume_from)["facts"].get("keep_layers")
+    if job.student.keep_layers == IMPORTANCE and isinstance(kept, list):
+        job = job.with_layers(kept)
+    allowed = job.run.allow_changed or []
+    resume.changed_keys(job.resume_from, recorded(job), allowed)
+    problems = _network_problems(job) + ([] if "data" in allowed else _media_problems(job))
+    if problems:
+        raise ConfigError(*problems)
+    return job
+
+
+def _media_problems(job: Job) -> list[str]:
+    """Name the media that were replaced under their names since the checkpoint's run began."""
+    names = replaced_media(job.resume_from.absolute().parents[1] / RECORD, job.run.data_path)
+    named = ", ".join(names[:NAMED] + ["..."] * (len(names) > NAMED))
+    why = f"{len(names)} of the run's media were replaced since it began: {named}."
+    remedy = (
+        "Put them back, give another --output_dir, --resume never to start anew, or --allow_changed data."
+    )
+    return [f"{job.resume_from}: {why} {remedy}"] if names else []
+
+
+def _network_problems(job: Job) -> list[str]:
+    """List trained networks that the checkpoint has not, or has in another shape."""
+    networks = {network_name(STUDENT, expert): job.student_transformer for expert in job.trained_experts}
+    for role, other in job.others.items():
+        networks |= {network_name(role, expert): other.transformer for expert in job.trained_experts}
+    problems = []
+    for name, config in networks.items():
+        file = job.resume_from / name / ENGINE
+        saved = json.loads(file.read_text())["shapes"] if file.is_file() else {}
+        if not saved or _differ(saved, config):
+            what = "another" if saved else "no"
+            problems.append(
+                f"{job.resume_from}: holds {what} network `{name}`, which {job.objective} trains. "
+                "Give another --output_dir, whose student begins with this one: "
+                f'"student_config": {{"init": "{job.output}"}}.'
+            )
+    return problems
+
+
+def _differ(saved: dict[str, list[int]], config: TransformerConfig) -> bool:
+    """Return whether a parameter that both have is of two shapes; adapters and heads are in one alone."""
+    own = shapes(config)
+    return any(own.get(name, shape) != shape for name, shape in saved.items())
+
+
+def end_of(job: Job) -> Start:
+    """Return the start of a run that follows `job`: what a finished one left, or what another will."""
+    if job.resume_from and read_state(job.resume_from)["step"] >= job.run.max_steps:
+        return read_start(str(job.output)) or end(job)
+    if job.student.keep_layers == IMPORTANCE and (file := job.output / "lineage.json").is_file():
+        kept = next(iter(read_json(file).values())).get("kept_layers")  # of checkpoints that are gone
+        job = job.with_layers(kept) if isinstance(kept, list) else job
+    return end(job)

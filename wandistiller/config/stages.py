@@ -14,7 +14,6 @@ from wandistiller.config import identity
 from wandistiller.config.aliases import TEACHER, without_aliases
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import EITHER, RunConfig
-from wandistiller.config.same_sampler import same_sampler_problems
 from wandistiller.config.shorthands import merged
 from wandistiller.config.stage_order import order_problems
 from wandistiller.config.start import DONE, recorded_stages
@@ -191,10 +190,9 @@ def read_jobs(runs: dict[str, RunConfig], world: int, *, here: bool = True) -> l
             problems |= {text: stage for text in error.problems if text not in problems}
     for text in places_problems(runs):
         problems.setdefault(text, "")
-    problems |= {} if problems else same_sampler_problems(jobs) | order_problems(jobs)
     if not problems:
         jobs = with_spent(jobs)
-        problems = {text: job.stage for job in jobs if (text := _gone_problem(job))}
+        problems = order_problems(jobs) | {text: job.stage for job in jobs if (text := _gone_problem(job))}
     if problems:
         raise ConfigError(*(f"stage {stage}: {text}" if stage else text for text, stage in problems.items()))
     return jobs

@@ -24,14 +24,12 @@ from wandistiller.monitoring.memory_snapshot import MemoryProfile
 from wandistiller.monitoring.memory_usage import within
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher
-from wandistiller.training.ahead import ReadAhead
 from wandistiller.training.interval import DRAWING, SAVING, Interval
 from wandistiller.training.monitor import Monitor
 from wandistiller.training.nonfinite import NonFiniteHandler
 from wandistiller.training.pictures import PictureDrawer
-from wandistiller.training.roll_outs import RollOuts
 from wandistiller.training.step_result import Over, StepResult, mean_of, reduce_over_ranks
-from wandistiller.training.update import Update
+from wandistiller.training.update import ReadAhead, RollOuts, Update
 from wandistiller.utils.logging import begin_step, set_activity
 
 GC_EVERY = 50

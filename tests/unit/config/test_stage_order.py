@@ -1,5 +1,7 @@
 """Orders of stages, and keys that one of them has alone: a message with what to write, or a sound run."""
 
+import re
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import permutations
@@ -8,27 +10,31 @@ from random import Random
 from typing import Any
 
 import pytest
+from ranks import ROOT
 from recipes import recipe
 from styles import style
 
 from wandistiller.config.job import Job
 from wandistiller.config.stage_order import order_problems
-from wandistiller.config.stages import placing, read_jobs, runs_of
+from wandistiller.config.stages import placing, read_jobs, read_runs, runs_of
 from wandistiller.config.validate import read_job
+from wandistiller.objectives.registry import read_objective
 from wandistiller.utils.errors import ConfigError
 
 Stage = dict[str, Any]
+Problems = Callable[..., list[str]]
+
+
+def dmd2(expert: str, steps: int = 4, name: str = "", **more: Any) -> Stage:
+    objective = {"name": "dmd2", "steps": steps, "expert": f"{expert}_noise"}
+    return {"name": name or expert, "objective": objective} | more
+
+
 MATCH: Stage = {"name": "match", "objective": "velocity"}
 BOTH: Stage = {"name": "both", "objective": {"name": "consistency", "edges": 4}}
-HIGH, LOW = (
-    {"name": name, "objective": {"name": "dmd2", "steps": 4, "expert": f"{name}_noise"}}
-    for name in ("high", "low")
-)
+HIGH, LOW = dmd2("high"), dmd2("low")
 LORA = {"lora": {"rank": 4}}
-UNTRAINED = (
-    "stage low: r.json: `objective` trains the low-noise expert, whose samples begin with the high-noise "
-    "expert, and that is not trained for few steps yet. "
-)
+ONE_SAMPLER = "One sampler draws with both: write the same steps, sampler and shift."
 
 
 @pytest.fixture
@@ -43,12 +49,12 @@ def jobs(tmp_path: Path, wan2: Path) -> Callable[..., list[Job]]:
 
 
 @pytest.fixture
-def problems(jobs: Callable[..., list[Job]]) -> Callable[..., list[str]]:
+def problems(jobs: Callable[..., list[Job]]) -> Problems:
     def of(*stages: Stage, **more: Any) -> list[str]:
         try:
             return jobs(*stages, **more) and []
         except ConfigError as error:
-            return error.problems
+            return [text.replace("stage low: r.json: ", "low: ") for text in error.problems]
 
     return of
 
@@ -65,79 +71,113 @@ def file(tmp_path: Path, wan2: Path) -> str:
         ([MATCH, LOW, BOTH], "Put stage both before this one."),
         ([MATCH, LOW], 'Train that first, by "expert": "high_noise".'),
     ],
-    ids=["low, high", "match, low, both", "match, low"],
 )
 @pytest.mark.parametrize("more", [LORA, {}], ids=["adapters", "whole networks"])
 def test_a_low_noise_expert_that_comes_first_is_refused_with_what_to_do(
-    problems: Callable[..., list[str]], stages: list[Stage], remedy: str, more: dict[str, Any]
+    problems: Problems, stages: list[Stage], remedy: str, more: dict[str, Any]
 ) -> None:
-    assert problems(*stages, **more) == [UNTRAINED + remedy]
+    assert problems(*stages, **more) == [
+        "low: `objective` trains the low-noise expert, whose samples begin with the high-noise expert, and "
+        f"that is not trained for few steps yet. {remedy}"
+    ]
 
 
 def test_a_low_noise_expert_may_come_first_where_the_high_noise_one_begins_as_a_file(
-    problems: Callable[..., list[str]], file: str
+    problems: Problems, file: str
 ) -> None:
     begun = {"lora": LORA["lora"] | {"start": {"high_noise": file}}}
     assert problems(LOW, HIGH, **begun) == problems(LOW, **begun) == []
 
 
 def test_a_stage_that_has_begun_goes_on_in_any_order(jobs: Callable[..., list[Job]]) -> None:
-    (low,) = jobs(HIGH, LOW)[1:]
-    (problem,) = order_problems(
-        [alone := replace(low, start=None, student=replace(low.student, init="teacher"))]
-    )
-    assert "Train that first" in problem
-    assert order_problems([replace(alone, resume_from=Path("step_00000001"))]) == {}
+    low = jobs(HIGH, LOW)[1]
+    low = replace(low, start=None, student=replace(low.student, init="teacher"))
+    assert len(order_problems([low])) == 1
+    assert order_problems([replace(low, resume_from=Path("step_00000001"))]) == {}
 
 
-def test_a_stage_for_any_number_of_steps_after_one_for_few_is_refused(
-    problems: Callable[..., list[str]],
-) -> None:
+def test_a_stage_for_any_number_of_steps_after_one_for_few_is_refused(problems: Problems) -> None:
     assert problems(HIGH, LOW, MATCH) == [
         "stage match: r.json: `objective` is for any number of sampling steps, and stage high has trained "
         "the student for 4. Put this stage before it."
     ]
 
 
-def test_a_key_that_would_give_a_stage_another_base_is_named(
-    problems: Callable[..., list[str]], file: str
+def test_experts_of_two_samplers_are_refused_with_both_stages(problems: Problems) -> None:
+    for low, its in (
+        (dmd2("low", 2), "2 steps (euler, shift 7)"),
+        (LOW | {"shift": 8.0}, "4 steps (euler, shift 8)"),
+    ):
+        assert problems(HIGH, low) == [
+            f"low: `objective` trains the low-noise expert for {its}, but stage high the high-noise expert "
+            f"for 4 steps (euler, shift 7). {ONE_SAMPLER}"
+        ]
+
+
+def test_the_last_expert_that_is_refined_must_agree_with_the_other_s(problems: Problems) -> None:
+    (found,) = problems(HIGH, LOW, dmd2("high", 2, "again"))
+    assert found.startswith("stage again: ") and "but stage low the low-noise expert for 4 steps" in found
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        [MATCH, BOTH, dmd2("high", 2), dmd2("low", 2)],
+        [HIGH, dmd2("high", 2, "high_2"), dmd2("low", 2)],
+        [HIGH, LOW, dmd2("high", 2, "high_2"), dmd2("low", 2, "low_2")],
+    ],
+    ids=["after consistency", "one refined", "both refined"],
+)
+def test_experts_may_be_refined_for_fewer_steps_one_after_the_other(
+    stages: list[Stage], problems: Problems
 ) -> None:
-    begins = (
-        "stage low: r.json: `teacher_lora` gives another teacher than that of stage high, whose adapters "
-        "this run begins with: each role would need a copy of the whole network. Write it once, outside of "
-        "`stages`."
-    )
+    assert problems(*stages) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (HIGH, LOW, ""),
+        (BOTH, LOW, ""),
+        (HIGH, dmd2("high", 2), ""),
+        (dmd2("high", 2), LOW, "which `init` names, the high-noise expert for 2 steps (euler, shift 7)."),
+        (MATCH, LOW, "is not trained for few steps yet. Train that first"),
+        (BOTH | LORA, BOTH | LORA | {"teacher_lora": ...}, "Give the teacher of that run."),
+    ],
+)
+def test_a_run_of_its_own_goes_on_from_another_as_a_stage_does(
+    before: Stage, after: Stage, message: str, tmp_path: Path, wan2: Path, file: str
+) -> None:
+    job = None
+    for number, stage in enumerate((before, after)):
+        given = recipe(tmp_path, wan2, student_config={"experts": "two"}, shift=7.0)
+        given |= {key: value for key, value in stage.items() if key != "name"}
+        given |= {"teacher_lora": {"file": file, "expert": "high_noise"}} if "teacher_lora" in stage else {}
+        given |= {"output_dir": str(tmp_path / f"{number}")}
+        given |= {"student_config": {"init": str(job.output)}} if job else {}
+        (run,) = runs_of(given, {}, "r.json", 1).values()
+        job = read_job(run, 1, here=False, previous=job)
+    found = [*order_problems([replace(job, previous=None)])]
+    assert len(found) == bool(message) and message in "".join(found)
+
+
+def test_a_key_that_would_give_a_stage_another_base_is_named(problems: Problems, file: str) -> None:
     styled = {"teacher_lora": {"file": file, "expert": "high_noise"}}
-    assert problems(HIGH, LOW | styled, **LORA) == problems(HIGH | styled, LOW, **LORA) == [begins]
+    found = [
+        "low: `teacher_lora` gives another teacher than that of stage high, whose adapters this run begins "
+        "with: each role would need a copy of the whole network. Write it once, outside of `stages`."
+    ]
+    assert problems(HIGH, LOW | styled, **LORA) == problems(HIGH | styled, LOW, **LORA) == found
     assert problems(HIGH, LOW, **LORA, **styled) == problems(HIGH, LOW | styled) == []
     (missing,) = problems(HIGH | LORA, LOW)
-    assert missing.startswith(
-        "stage low: r.json: `lora` is missing, and stage high trains adapters: this one "
-    )
+    assert missing.startswith("low: `lora` is missing, and stage high trains adapters: this one ")
 
 
-def test_a_start_of_a_later_stage_alone_is_named(problems: Callable[..., list[str]], file: str) -> None:
+def test_a_start_of_a_later_stage_alone_is_named(problems: Problems, file: str) -> None:
     begun = {"lora": LORA["lora"] | {"start": {"low_noise": file}}}
     assert problems(HIGH, LOW, **begun) == problems(HIGH | begun, LOW | LORA) == []
     (problem,) = problems(HIGH | LORA, LOW | begun)
-    assert (
-        problem.startswith("stage low: r.json: `lora.start` is ") and "Write it in the first stage" in problem
-    )
-
-
-def test_a_run_of_its_own_goes_on_from_adapters_of_the_same_teacher_alone(
-    tmp_path: Path, wan2: Path, file: str
-) -> None:
-    first = recipe(
-        tmp_path, wan2, output_dir=str(tmp_path / "a"), shift=7.0, objective=BOTH["objective"], **LORA
-    )
-    runs = runs_of(first | {"student_config": {"experts": "two"}}, {}, "r.json", 1)
-    (before,) = read_jobs(runs, 1, here=False)
-    given = first | {"output_dir": str(tmp_path / "b"), "student_config": {"init": str(before.output)}}
-    for more, number in (({}, 0), ({"teacher_lora": {"file": file, "expert": "high_noise"}}, 1)):
-        (run,) = runs_of(given | more, {}, "r.json", 1).values()
-        job = replace(read_job(run, 1, here=False, previous=before), previous=None)
-        assert ["Give the teacher of that run" in text for text in order_problems([job])] == [True] * number
+    assert problem.startswith("low: `lora.start` is ") and "Write it in the first stage" in problem
 
 
 def sound(order: tuple[str, ...]) -> bool:
@@ -148,7 +188,7 @@ def sound(order: tuple[str, ...]) -> bool:
 
 
 def test_any_order_of_stages_with_a_key_in_one_alone_is_a_sound_run_or_a_message_that_names_a_stage(
-    problems: Callable[..., list[str]], file: str
+    problems: Problems, file: str
 ) -> None:
     pool, draw = {stage["name"]: stage for stage in (MATCH, BOTH, HIGH, LOW)}, Random(0)
     style_alone = {"teacher_lora": {"file": file, "expert": "high_noise"}}
@@ -162,4 +202,14 @@ def test_any_order_of_stages_with_a_key_in_one_alone_is_a_sound_run_or_a_message
             whole = alone or not of_all and (own is style_alone or place > 0)
             wrong = problems(*stages, **of_all)
             assert bool(wrong) != (sound(order) and whole), (order, of_all, own, place, wrong)
-            assert all(text.startswith("stage ") and text.endswith(".") for text in wrong)
+            assert all(re.match(r"(stage \w+|low): ", text) and text.endswith(".") for text in wrong)
+
+
+def test_the_command_of_the_page_makes_every_stage_of_four_steps_one_of_two(tmp_path: Path) -> None:
+    (command,) = re.findall(r"`(sed .*?)`", (ROOT / "docs" / "few_steps.md").read_text())
+    command, _, file = command.partition(" > ")
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
+    (tmp_path / file).write_text(done.stdout)
+    runs = read_runs(str(tmp_path / file), {}, 8)
+    steps = {name: read_objective(run.objective).sampling_steps for name, run in runs.items()}
+    assert steps == {"match": None, "consistency": 2, "high": 2, "low": 2}
