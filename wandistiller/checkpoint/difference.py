@@ -52,8 +52,13 @@ def _changes(before: dict[str, Any], after: dict[str, Any], known: str = "") -> 
     listed = []
     for name in first | second:
         if first.get(name) != second.get(name):
-            begin = "" if name == known else f"`{name}` was "
-            listed.append(f"{begin}{_text(first, name)}, now {_text(second, name)}")
+            before, after = (
+                json.dumps(leaves[name], ensure_ascii=False, default=str) if name in leaves else "not given"
+                for leaves in (first, second)
+            )
+            listed.append(
+                f"{before}, now {after}" if name == known else f"`{name}` was {before}, now {after}"
+            )
     more = [f"and {len(listed) - NAMED} more"] if len(listed) > NAMED else []
     return ", ".join(listed[:NAMED] + more)
 
@@ -65,9 +70,3 @@ def _leaves(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         whole = isinstance(inner, dict) and inner
         found |= _leaves(inner, f"{prefix}{key}.") if whole else {f"{prefix}{key}": inner}
     return {name: inner for name, inner in found.items() if inner is not None}
-
-
-def _text(leaves: dict[str, Any], name: str) -> str:
-    if name not in leaves:
-        return "not given"
-    return json.dumps(leaves[name], ensure_ascii=False, default=str)

@@ -27,7 +27,6 @@ from wandistiller.wan.added_lora import as_settings
 from wandistiller.wan.components import IMAGE_PARTS
 from wandistiller.wan.full_models import content, is_full_model
 from wandistiller.wan.transformer import shapes
-from wandistiller.wan.transformer_config import TransformerConfig
 
 STILLS = (MediaType.IMAGE, *GIVEN)
 
@@ -225,7 +224,8 @@ def _network_problems(job: Job) -> list[str]:
     for name, config in networks.items():
         file = job.resume_from / name / ENGINE
         saved = json.loads(file.read_text())["shapes"] if file.is_file() else {}
-        if not saved or _differ(saved, config):
+        own = shapes(config)  # adapters and heads are in one alone
+        if not saved or any(own.get(name, shape) != shape for name, shape in saved.items()):
             what = "another" if saved else "no"
             problems.append(
                 f"{job.resume_from}: holds {what} network `{name}`, which {job.objective} trains. "
@@ -233,12 +233,6 @@ def _network_problems(job: Job) -> list[str]:
                 f'"student_config": {{"init": "{job.output}"}}.'
             )
     return problems
-
-
-def _differ(saved: dict[str, list[int]], config: TransformerConfig) -> bool:
-    """Return whether a parameter that both have is of two shapes; adapters and heads are in one alone."""
-    own = shapes(config)
-    return any(own.get(name, shape) != shape for name, shape in saved.items())
 
 
 def end_of(job: Job) -> Start:

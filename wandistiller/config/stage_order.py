@@ -9,14 +9,11 @@ from wandistiller.student.start_places import start_places
 
 
 class Trained(NamedTuple):
-    """What an expert of few steps is trained for."""
+    """The sampler that an expert is trained for, None if it is not known; in words; whose training it was."""
 
     few: FewSteps | None
-    """None: not known, as of a file."""
     sampler: str = ""
-    """In words."""
     whose: str = ""
-    """The stage or run that trained it."""
 
 
 def order_problems(stages: list[Job]) -> dict[str, str]:

@@ -223,14 +223,11 @@ def _gone_problem(job: Job) -> str | None:
         return None
     student = job.output / "student"
     kept = (
-        f" Its student is in {student}; a run starts from that by the student_config "
-        if student.is_dir()
-        else ""
+        f' Its student is in {student}; a run starts from that by the student_config {{"init": "{student}"}}.'
     )
-    named = kept and f'{{"init": "{student}"}}.'
     return (
         f"{job.output}: this run is done (the file {DONE}), and its checkpoints are gone. Put them back, "
-        f"give another --output_dir, or train it again by --resume never.{kept}{named}"
+        f"give another --output_dir, or train it again by --resume never.{kept if student.is_dir() else ''}"
     )
 
 

@@ -227,21 +227,18 @@ def write_lineage(job: Job, cuts: dict[Expert, WidthSlicer]) -> None:
 def measure_start(job: Job, data: CachedData, teacher: Teacher | None, student: Learner) -> None:
     """Write OUTPUT/student_start.json: parameters, error to a teacher without guidance. Collective."""
     set_activity("measuring the student before training")
-    config = job.student_transformer
     numbers: dict[str, Any] = {
         "parameters": {
             "teacher": sum(count_parameters(c) for c in job.folder.configs.values()),
-            "student": count_parameters(config) * len(job.student_experts),
+            "student": count_parameters(job.student_transformer) * len(job.student_experts),
         },
     }
     if teacher:
         whole, by_sigma = _start_error(job, data, without_guidance(teacher), student)
-        numbers["relative_velocity_error"] = whole
-        numbers["relative_velocity_error_by_sigma"] = by_sigma
-        text = (
-            "start     relative velocity error before training %.4f (0 is the teacher, 1 an output of zeros)"
+        numbers |= {"relative_velocity_error": whole, "relative_velocity_error_by_sigma": by_sigma}
+        collectives.log0(
+            "start     relative velocity error before training %.4f (0: its teacher, 1: zeros)", whole
         )
-        collectives.log0(text, whole)
     if collectives.rank() == 0:
         write_json(job.output / "student_start.json", numbers)
 
