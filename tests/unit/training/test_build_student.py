@@ -290,15 +290,7 @@ def test_a_start_is_measured_on_a_hundredth_of_the_run_s_samples_or_on_four(
         (ADAPTERS | {"teacher_deepspeed_config": {"wandistiller": {"weights": "int8"}}}, True),
         (ADAPTERS | {"teacher_deepspeed_config": OWNER_INT8}, False),  # on unquantised copies
     ],
-    ids=[
-        "adapters",
-        "one",
-        "pruned",
-        "bf16",
-        "autocast",
-        "on a quantised base",
-        "beside a quantised teacher",
-    ],
+    ids=["adapters", "one", "pruned", "bf16", "autocast", "quantised base", "unquantised copy"],
 )
 def test_a_student_begins_as_its_teacher_in_all_that_its_velocities_depend_on(
     more: dict[str, Any], begins: bool, tmp_path: Path, wan2: Path
