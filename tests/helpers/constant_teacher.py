@@ -63,7 +63,7 @@ def losses(
     teacher: Teacher,
     learned: Callable[[State], Prediction],
     states: dict[str, Batch],
-    schedule: FlowSchedule = FlowSchedule(shift=3, boundary=None, seed=0, global_batch=2),  # noqa: B008
+    schedule: FlowSchedule = FlowSchedule(shift=3, boundary=None, seed=0),  # noqa: B008
     student: Callable[[State], Tensor] = lambda batch: torch.zeros_like(batch.x_t_BCFHW),
 ) -> Tensor:
     """Loss_TB of a student's update; `learned` predicts where it learns, `student` where it is asked."""

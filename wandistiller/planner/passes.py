@@ -138,7 +138,7 @@ def passes_of(objective: Objective, role: str, schedule: FlowSchedule) -> list[S
 
 
 def _play(objective: Objective, role: str, schedule: FlowSchedule, update: int) -> ScriptPasses:
-    source = MicroBatches(_Zeros(), schedule, BatchSize(1, 1, schedule.global_batch), (1, 1, 1, 2))
+    source = MicroBatches(_Zeros(), schedule, BatchSize(1, 1, 1), (1, 1, 1, 2))
     rolled_out: list[Ask] = []
     drawn = objective.draw(role, source, update, 0)
     states = played(
