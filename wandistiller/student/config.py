@@ -186,7 +186,7 @@ def _read_config(where: str, student: StudentConfig) -> dict[str, Any]:
     if student.experts == "two" and not has_two:
         remedy = 'It has one expert. Write "experts": "one", or name another.'
         raise ConfigError(problem(where, "init", student.init, remedy))
-    return read_json(file)
+    return TransformerConfig.filled(read_json(file))
 
 
 def transformer_folder(init: str, expert: Expert) -> Path:

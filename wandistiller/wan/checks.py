@@ -1,4 +1,4 @@
-"""Checks of the JSON files of a Wan pipeline, before anything is built from them."""
+"""Checks of a Wan pipeline's files, before a weight is read: each part is built and called without memory."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,20 +13,21 @@ from transformers import UMT5Config
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json
 from wandistiller.utils.memoize import once_for_each
-from wandistiller.utils.validation import Positive, Text, of_type, write
+from wandistiller.utils.validation import of_type, write
 from wandistiller.wan.components import (
     TEXT_CLASSES,
     PartConfig,
     image_encoder_of,
     load_tokenizer,
     refused_keys,
+    states,
     text_config,
     text_encoder_of,
     tokenize,
     vae_of,
 )
 from wandistiller.wan.damaged import cure, unfinished
-from wandistiller.wan.schedulers import flow_problem, scheduler_class
+from wandistiller.wan.schedulers import flow_problem, own_settings, scheduler_class
 from wandistiller.wan.transformer import meta_transformer
 from wandistiller.wan.transformer_config import TransformerConfig
 from wandistiller.wan.weight_reader import DIFFUSERS_STEM, WeightReader
@@ -34,43 +35,15 @@ from wandistiller.wan.weight_reader import DIFFUSERS_STEM, WeightReader
 TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "WanPipeline", "WanImageToVideoPipeline"
 """diffusers' classes of the pipelines that can be distilled."""
 UNSUPPORTED = "VACE, Animate and speech-to-video Wans are not supported."
-UpTo1024 = Annotated[int, Field(ge=1, le=1024)]
-EvenUpTo1024 = Annotated[int, Field(ge=2, le=1024, multiple_of=2)]
-UpToAMillion = Annotated[int, Field(ge=1, le=10**6)]
-ThreeCounts = Annotated[
-    list[Annotated[int, Field(gt=0)]], Field(min_length=3, max_length=3), write("three positive integers")
-]
-TRANSFORMER = of_type(
-    (UpTo1024, "num_layers num_attention_heads"),
-    (EvenUpTo1024, "attention_head_dim"),  # for rope
-    (UpToAMillion, "ffn_dim freq_dim text_dim in_channels out_channels rope_max_seq_len"),
-    (ThreeCounts, "patch_size"),
-    (bool, "cross_attn_norm"),
-    (Positive, "eps"),
-    (UpToAMillion | None, "image_dim added_kv_proj_dim pos_embed_seq_len"),
+Layers = Annotated[int, Field(ge=1, le=1024)]
+Size = Annotated[int, Field(ge=1, le=10**6)]
+Patch = Annotated[list[Size], Field(min_length=3, max_length=3), write("three positive integers")]
+NUMBERS = of_type(
+    (Layers, "num_layers"),
+    (Size, "num_attention_heads attention_head_dim ffn_dim text_dim in_channels out_channels"),
+    (Size, "rope_max_seq_len z_dim scale_factor_spatial scale_factor_temporal"),
 )
-NEEDED = (
-    "num_layers num_attention_heads attention_head_dim ffn_dim text_dim in_channels out_channels "
-    "rope_max_seq_len patch_size cross_attn_norm"
-).split()
-VAE = of_type(
-    (
-        UpTo1024,
-        "z_dim base_dim num_res_blocks in_channels out_channels scale_factor_spatial scale_factor_temporal",
-    ),
-    (Annotated[list[float], write("a list of numbers")], "latents_mean"),
-    (Annotated[list[Positive], write("a list of positive numbers")], "latents_std"),
-)
-SCHEDULER = of_type(
-    (Annotated[float, Field(gt=0, le=1000)] | None, "flow_shift shift"),
-    (UpTo1024, "solver_order"),
-    (Text, "_class_name"),
-)
-TEXT = of_type(
-    (UpTo1024, "num_layers num_decoder_layers num_heads"),
-    (UpToAMillion, "d_model d_kv d_ff relative_attention_num_buckets relative_attention_max_distance"),
-    (Annotated[int, Field(ge=1, le=10**7)], "vocab_size"),
-)
+"""Types of the numbers that are computed with here; the libraries check all others."""
 UNFIT = (
     StrictDataclassError,
     *(ArithmeticError, AssertionError, AttributeError, ImportError),
@@ -83,145 +56,124 @@ TIED = "encoder.embed_tokens.weight"
 
 def transformer_problems(config: PartConfig) -> list[str]:
     """List the reasons why no WanTransformer3DModel can be made of `config`."""
-    problems = config.value_problems(TRANSFORMER, NEEDED)
+    problems = config.problems(NUMBERS | {"patch_size": Patch})
     if config.values.get("_class_name", "WanTransformer3DModel") != "WanTransformer3DModel":
         remedy = f"Give a Wan whose class is WanTransformer3DModel. {UNSUPPORTED}"
         problems.append(config.problem("_class_name", remedy))
-    problems = problems or _image_state_problems(config)
-    return problems or _building_problems("transformer", config.where, config.values | {"num_layers": 1})
+    return problems or _unfit("transformer", config.where, config.values | {"num_layers": 1})
 
 
-def _image_state_problems(config: PartConfig) -> list[str]:
-    """List the setting of given frames' states that does not fit the other; a Wan of text has neither."""
-    values = config.values
-    image, added = (values.get(key) for key in ("image_dim", "added_kv_proj_dim"))
-    width = values["num_attention_heads"] * values["attention_head_dim"]
-    if (image is None) == (added is None) and added in (None, width):
-        return []
-    remedy = f"`image_dim` is {image}. Write {width}, the network's width, or null for both: a Wan of text."
-    return [config.problem("added_kv_proj_dim", remedy)]
+def _call_transformer(values: dict[str, Any]) -> None:
+    config = TransformerConfig.of(values)
+    rows = (2, config.pos_embed_seq_len // 2) if config.pos_embed_seq_len else (1, 1)
+    image_BLD = torch.zeros(*rows, config.image_dim) if config.image_dim else None
+    x_t_BCFHW = torch.zeros(1, config.in_channels, *config.patch_size)
+    meta_transformer(config)(x_t_BCFHW, torch.zeros(1), torch.zeros(1, 1, config.text_dim), image_BLD)
 
 
-PARTS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "transformer": lambda values: meta_transformer(TransformerConfig.of(values)),
-    "vae": vae_of,
-    "text_encoder": text_encoder_of,
+def _make_vae(values: dict[str, Any]) -> None:
+    vae_of(values)
+    torch.tensor([values["latents_mean"], values["latents_std"]]).view(2, values["z_dim"]).float()
+
+
+def _call_text_encoder(values: dict[str, Any]) -> None:
+    states(text_encoder_of(values), torch.zeros(1, 2, dtype=torch.long), None)
+
+
+def _call_scheduler(values: dict[str, Any]) -> None:
+    scheduler, nothing = scheduler_class(values["_class_name"]).from_config(values), torch.zeros([1] * 5)
+    scheduler.set_timesteps(3)
+    for t in scheduler.timesteps:  # some settings are used from the second step on
+        scheduler.step(nothing, t, nothing)
+
+
+PARTS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "transformer": _call_transformer,
+    "vae": _make_vae,
+    "text_encoder": _call_text_encoder,
+    "scheduler": _call_scheduler,
 }
-
-
-def _building_problems(part: str, where: str, values: dict[str, Any]) -> list[str]:
-    return [wrong] if (wrong := _building_problem(part, where, values)) else []
+"""Part -> its construction and, where it is cheap, a call, both on the current default device."""
 
 
 @once_for_each
-def _building_problem(part: str, where: str, values: dict[str, Any]) -> str | None:
-    """Return the reason why a part cannot be built on the meta device."""
+def _unfit(part: str, where: str, values: dict[str, Any]) -> list[str]:
+    """List the library's reason why a part cannot be made of these settings; it takes no memory."""
     try:
-        with torch.device("meta"):
+        with torch.device("cpu" if part == "scheduler" else "meta"), torch.no_grad():
             PARTS[part](values)
     except UNFIT as error:
-        return _unfit(where, error)
-    return None
+        why = str(error) or type(error).__name__
+        return [f"{where}: it cannot be built from this: {why}. Fix it, or fetch this file again."]
+    return []
 
 
-def _vae_problems(config: PartConfig) -> list[str]:
+def vae_problems(config: PartConfig) -> list[str]:
     """List the reasons why no AutoencoderKLWan can be made of `config`."""
-    problems = config.value_problems(VAE, ["latents_mean", "latents_std", "z_dim"])
+    problems = config.problems(NUMBERS)
     if config.values.get("_class_name", "AutoencoderKLWan") != "AutoencoderKLWan":
         problems.append(config.problem("_class_name", "Give the VAE of Wan, AutoencoderKLWan."))
-    return problems or _building_problems("vae", config.where, config.values)
+    return problems or _unfit("vae", config.where, config.values)
 
 
 def text_problems(config: PartConfig, text_dim: int) -> list[str]:
     """List the reasons why `config` describes no text encoder for a transformer with text of this width."""
-    values, problems = config.values, config.value_problems(TEXT, ["d_model"])
+    values, problems = config.values, config.problems(NUMBERS)
     named = values.get("architectures") or TEXT_CLASSES[:1]
     if not (isinstance(named, list) and all(name in TEXT_CLASSES for name in named)):
         remedy = f"Give the text encoder of Wan, {TEXT_CLASSES[0]}; no other class is loaded."
         problems.append(config.problem("architectures", remedy))
     if values.get("model_type", "umt5") != "umt5":
         problems.append(config.problem("model_type", 'Give the text encoder of Wan, of type "umt5".'))
-    if not problems and values["d_model"] != text_dim:
+    if values.get("d_model", text_dim) != text_dim:
         remedy = f"The transformer takes text of width {text_dim}; give the text encoder that belongs to it."
         problems.append(config.problem("d_model", remedy))
-    problems = problems or _distance_problems(config)
-    return problems or _building_problems("text_encoder", config.where, config.values | {"num_layers": 1})
+    return problems or _unfit("text_encoder", config.where, values | {"num_layers": 1})
 
 
-def _distance_problems(config: PartConfig) -> list[str]:
-    """List the problem of an encoder whose farthest distance has no bucket, which is an error in its use."""
-    key, left_out = "relative_attention_max_distance", UMT5Config()
-    exact = config.values.get("relative_attention_num_buckets", left_out.relative_attention_num_buckets) // 4
-    if config.values.get(key, left_out.relative_attention_max_distance) > exact:
-        return []
-    remedy = f"A quarter of the buckets, {exact}, are for single distances; write a larger number."
-    return [config.problem(key, remedy, left_out.relative_attention_max_distance)]
-
-
-def pipeline_problems(
-    index: PartConfig, experts: list[PartConfig], vae: PartConfig, scheduler: PartConfig
-) -> list[str]:
-    """List the problems within the parts of a pipeline, and between them; its first expert has high noise."""
-    problems = [p for expert in experts for p in transformer_problems(expert)] + _vae_problems(vae)
-    problems += scheduler.value_problems(SCHEDULER, ["_class_name"])
-    return problems or _unequal(experts) + _channel_problems(index, experts[0], vae)
-
-
-def _unequal(experts: list[PartConfig]) -> list[str]:
-    """Keys in which the experts differ."""
+def pipeline_problems(index: PartConfig, experts: list[PartConfig], vae: PartConfig) -> list[str]:
+    """List the problems of a pipeline's networks, and between them; its first expert has high noise."""
+    problems = [p for expert in experts for p in transformer_problems(expert)] + vae_problems(vae)
     first = experts[0].values
-    return [
+    return problems or [
         expert.problem(key, f"The other expert has {first[key]}; give two of one shape.")
         for expert in experts
-        for key in NEEDED
+        for key in TransformerConfig.filled({})
         if expert.values[key] != first[key]
-    ]
+    ] + _channel_problems(index, experts[0], vae)
 
 
 def _channel_problems(index: PartConfig, transformer: PartConfig, vae: PartConfig) -> list[str]:
     """List channels that are not those of a text-to-video or an image-to-video Wan, or not the VAE's."""
-    given, channels, problems = transformer.values, transformer.values["out_channels"], []
-    mask = vae.values.get("scale_factor_temporal", 4)
-    joined = {
-        TEXT_TO_VIDEO: 0,
-        IMAGE_TO_VIDEO: 0 if index.values.get("expand_timesteps") else mask + channels,
-    }
-    kind = index.values["_class_name"]
-    if given["in_channels"] != (inputs := channels + joined[kind]):
-        remedy = (
-            f"{index.where} has the class {kind}, whose networks have {inputs} inputs and {channels} outputs."
-        )
-        other = next((name for name, more in joined.items() if given["in_channels"] == channels + more), None)
-        remedy += f" Write {other} there." if other else " Give another Wan."
+    kind, channels = index.values["_class_name"], transformer.values["out_channels"]
+    inputs = transformer.values["in_channels"]
+    mask = (
+        0 if index.values.get("expand_timesteps") else vae.values.get("scale_factor_temporal", 4) + channels
+    )
+    joined, problems = {TEXT_TO_VIDEO: 0, IMAGE_TO_VIDEO: mask}, []
+    if inputs != channels + joined[kind]:
+        other = next((name for name, more in joined.items() if inputs == channels + more), None)
+        remedy = f"Write {other} there." if other else "Give another Wan."
+        text = f"networks have {channels + joined[kind]} inputs and {channels} outputs"
+        remedy = f"{index.where} has the class {kind}, whose {text}. {remedy}"
         problems.append(transformer.problem("in_channels", remedy))
-    if kind == TEXT_TO_VIDEO and given.get("image_dim"):
-        problems.append(transformer.problem("image_dim", f"Only an {IMAGE_TO_VIDEO} has it; write null."))
-    sizes = {"z_dim": vae.values["z_dim"]}
-    sizes |= {key: len(vae.values[key]) for key in ("latents_mean", "latents_std")}
-    remedy = f"channels, the transformer for {channels}. Give the VAE that belongs to it."
-    wrong = {key: size for key, size in sizes.items() if size != channels}
-    return problems + [f"{vae.where}: `{key}` is for {size} {remedy}" for key, size in wrong.items()]
+    if vae.values["z_dim"] != channels:
+        remedy = f"The transformer is for {channels} channels. Give the VAE that belongs to it."
+        problems.append(vae.problem("z_dim", remedy))
+    return problems
 
 
 def scheduler_problems(config: PartConfig) -> list[str]:
     """List the reason why the scheduler cannot be made of `config`, or not be used."""
-    if not (kind := scheduler_class(config.values["_class_name"])):
+    if not scheduler_class(config.values.get("_class_name")):
         remedy = "Name a scheduler of diffusers: UniPCMultistepScheduler."
         return [config.problem("_class_name", remedy)]
-    try:
-        scheduler, nothing = kind.from_config(config.values), torch.zeros(1, 1, 1, 1, 1)
-        scheduler.set_timesteps(3)
-        for t in scheduler.timesteps:  # some settings are used from the second step on
-            scheduler.step(nothing, t, nothing)
-        wrong = flow_problem(config.values)
-    except UNFIT as error:
-        return [_unfit(config.where, error)]
+    if problems := _unfit("scheduler", config.where, config.values):
+        dynamic = own_settings(config.values).get("use_dynamic_shifting")
+        remedy = "A Wan has one shift for all sizes. Write false here, and that shift under `shift`."
+        return [config.problem("use_dynamic_shifting", remedy)] if dynamic else problems
+    wrong = flow_problem(config.values)
     return [config.problem(*wrong)] if wrong else []
-
-
-def _unfit(where: str, error: Exception) -> str:
-    why = str(error) or type(error).__name__
-    return f"{where}: it cannot be built from this: {why}. Fetch this file again, or fix it."
 
 
 def image_problems(folder: Path, config: TransformerConfig) -> list[str]:

@@ -1,14 +1,13 @@
 """A diffusers Wan pipeline on disk: its folder or hub id, its sizes, and checks that it is complete."""
 
-import inspect
 import math
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from huggingface_hub import constants
 
 from wandistiller.experts import Expert
@@ -29,6 +28,7 @@ from wandistiller.wan.checks import (
 from wandistiller.wan.components import (
     IMAGE_PARTS,
     PartConfig,
+    filled_vae,
     index_problems,
     text_config,
     tokenizer_problems,
@@ -218,15 +218,14 @@ def open_wan(name: str, weights: bool = False, revision: str | None = None) -> W
     experts = [e for e in Expert if (path / e.value / "config.json").is_file()]
     if Expert.HIGH_NOISE not in experts:
         raise ConfigError(f"{name}: no transformer/config.json. Give a complete diffusers pipeline folder.")
-    left_out = _defaults(WanTransformer3DModel, "cross_attn_norm")
-    configs = {e: _read(path, name, f"{e.value}/config.json", left_out) for e in experts}
-    vae = _read(path, name, "vae/config.json", _defaults(AutoencoderKLWan, "latents_mean", "latents_std"))
+    configs = {e: _read(path, name, f"{e.value}/config.json", TransformerConfig.filled) for e in experts}
+    vae = _read(path, name, "vae/config.json", filled_vae)
     scheduler = _read(path, name, "scheduler/scheduler_config.json")
     boundary = index.values.get("boundary_ratio") if len(experts) == 2 else None
     image = bool(configs[Expert.HIGH_NOISE].values.get("image_dim"))
     parts = [*(e.value for e in experts), *(IMAGE_PARTS if image else ())]
     problems = index_problems(index, parts, scheduler.values.get("_class_name"))
-    problems += pipeline_problems(index, list(configs.values()), vae, scheduler)
+    problems += pipeline_problems(index, list(configs.values()), vae)
     problems += tokenizer_problems(f"{name}/tokenizer", path / "tokenizer")
     if len(experts) == 2 and not (isinstance(boundary, float) and 0 < boundary < 1):
         remedy = "It has two experts; write where they meet (Wan2.2 A14B: 0.875)."
@@ -277,18 +276,12 @@ def run_problem(path: Path, name: str) -> str | None:
     return None
 
 
-def _defaults(model: type, *keys: str) -> dict[str, Any]:
-    """Return diffusers' defaults of keys that some converted configs leave out."""
-    parameters = inspect.signature(model.__init__).parameters
-    return {key: parameters[key].default for key in keys}
-
-
-def _read(folder: Path, name: str, file: str, left_out: dict[str, Any] | None = None) -> PartConfig:
-    """Read a file of the pipeline; `left_out` has values of keys that it may lack."""
+def _read(folder: Path, name: str, file: str, filled: Callable[[dict[str, Any]], Any] = dict) -> PartConfig:
+    """Read a file of the pipeline; `filled` adds the values of keys that it may lack."""
     if not (folder / file).is_file():
         remedy = "Give a complete diffusers Wan pipeline folder, a hub id, or `tiny`."
         raise ConfigError(f"{name}: no file {folder / file}. {remedy}")
-    return PartConfig(f"{name}/{file}", (left_out or {}) | read_json(folder / file))
+    return PartConfig(f"{name}/{file}", filled(read_json(folder / file)))
 
 
 def usual_for(folder: WanFolder) -> Usual:

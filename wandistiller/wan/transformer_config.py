@@ -1,8 +1,11 @@
 """The config of a Wan transformer."""
 
+import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Self
+
+from diffusers import WanTransformer3DModel
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,14 @@ class TransformerConfig:
     """Rows of these states where two frames are given, the first and the last; None: the first alone."""
     expands_time: bool = False
     """Latents begin with the given frame, whose time is 0; not in config.json, but in model_index.json."""
+
+    @classmethod
+    def filled(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a config.json with diffusers' values of the keys that are needed here, where it has none."""
+        parameters = inspect.signature(WanTransformer3DModel.__init__).parameters
+        needed = [f.name for f in fields(cls) if f.default is MISSING and f.name != "raw"]
+        defaults = {name: parameters[name].default for name in needed}
+        return defaults | {"patch_size": [*defaults["patch_size"]]} | dict(values)
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:

@@ -111,7 +111,7 @@ def test_an_index_that_names_a_missing_file_is_a_problem(teacher: Path) -> None:
     shard = max(teacher.glob("*.safetensors"))
     shard.unlink()
     (text,) = problems(teacher)
-    assert text.startswith(f"{shard}: there is no such file. Fetch this file again: `hf download")
+    assert text.startswith(f"{shard}: there is no such file. Fetch this file again")
 
 
 @pytest.mark.parametrize(
