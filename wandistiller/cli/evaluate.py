@@ -36,6 +36,9 @@ from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
 from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights, usual_for, with_loras
 from wandistiller.wan.transformer import top_modules
 
+INPUTS = ("takes_image", "in_channels", "text_dim", "image_dim", "pos_embed_seq_len")
+"""Of a config, all that the networks are given beside the latents."""
+
 
 def run(flags: EvaluateFlags) -> None:
     with collectives.raise_on_all_ranks():
@@ -52,6 +55,8 @@ def evaluate(evaluation: Evaluation, ranks: Ranks = ALONE) -> Evaluated:
     """
     evaluator = Evaluator(evaluation, ranks)
     evaluation = evaluator.settings
+    for line in evaluation.facts.changed_teacher(evaluation.teacher):
+        collectives.log0("%s", line)
     number = len(evaluation.items)
 
     def announce(who: str, sampling: Sampling) -> None:
@@ -147,7 +152,7 @@ def _samplings(flags: EvaluateFlags, facts: Facts, teacher: WanFolder) -> tuple[
     size = {
         "height": flags.height or facts.height or usual.height,
         "width": flags.width or facts.width or usual.width,
-        "num_frames": flags.num_frames or facts.num_frames or 1,
+        "num_frames": flags.num_frames or facts.num_frames or teacher.shortest,
     }
     steps, second = own or facts.steps or STEPS, flags.guidance_scale_2
     if teacher.boundary is not None:  # diffusers refuses it for one expert, and without it takes the first
@@ -198,6 +203,12 @@ def _pair_problems(evaluation: Evaluation, sharers: int, world: int) -> list[str
         problems.append(
             f"{student.name}: its latents are {its}, those of {teacher.name} {theirs}. "
             "Give a student with its VAE."
+        )
+    elif other := [key for key in INPUTS if getattr(student.config, key) != getattr(teacher.config, key)]:
+        values = (f"`{other[0]}` is {getattr(folder.config, other[0])}" for folder in (student, teacher))
+        problems.append(
+            f"{student.name}: takes other inputs than {teacher.name}: {' and '.join(values)}. Give two of "
+            "one kind, both of text-to-video or both of image-to-video."
         )
     folders = {"The student": student}
     if not (evaluation.placement and evaluation.placement.on_one_rank):

@@ -141,6 +141,7 @@ def provenance(job: Job) -> Facts:
         stands_for=None if job.student.keep_layers == IMPORTANCE else job.stands_for,
         teacher_lora=as_settings(job.folder.added) or None,
         teacher_lora_digests=[one.digest for one in job.folder.added] or None,
+        teacher_identity=job.folder.weights_identity,
         image_to_video=job.folder.config.takes_image or None,
         **{key: getattr(r, key) for key in media},
         **quantized_facts(job.teacher),

@@ -10,7 +10,7 @@ from wandistiller.checkpoint.facts import Facts
 from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json
-from wandistiller.wan.added_lora import as_settings, read_added, with_experts
+from wandistiller.wan.added_lora import added_lines, as_settings, read_added, with_experts
 from wandistiller.wan.lora_experts import FACTS, adapters_of, facts_beside, facts_of, files_of
 from wandistiller.wan.pipeline import WanFolder, open_wan, run_problem, student_of, with_loras
 
@@ -91,6 +91,12 @@ class Candidate:
         ]
         added = read_added("command line", "lora", given)
         return with_loras(folder, with_experts("command line", added, folder.configs, "{expert}={file}"))
+
+    @property
+    def lines(self) -> list[str]:
+        """Say what is added to the pipeline, and if that is a teacher that has changed since."""
+        changed = self.facts.changed_teacher(self.folder) if self.files else []
+        return [*changed, *added_lines(self.folder.added)]
 
     def _require_no_other(self, alone: Expert) -> None:
         """Raise ConfigError if a file is said to be for the other expert than the only one that is used."""

@@ -39,8 +39,9 @@ Layers = Annotated[int, Field(ge=1, le=1024)]
 Size = Annotated[int, Field(ge=1, le=10**6)]
 Patch = Annotated[list[Size], Field(min_length=3, max_length=3), write("three positive integers")]
 NUMBERS = of_type(
-    (Layers, "num_layers"),
-    (Size, "num_attention_heads attention_head_dim ffn_dim text_dim in_channels out_channels"),
+    (Layers, "num_layers num_res_blocks"),
+    (Annotated[int, Field(ge=2, le=1024, multiple_of=2)], "attention_head_dim"),  # for rope
+    (Size, "num_attention_heads ffn_dim text_dim in_channels out_channels"),
     (Size, "rope_max_seq_len z_dim scale_factor_spatial scale_factor_temporal"),
 )
 """Types of the numbers that are computed with here; the libraries check all others."""

@@ -112,6 +112,12 @@ class WanFolder:
         return digest(own, self.added_identities) if self.added else own
 
     @property
+    def weights_identity(self) -> str:
+        """Equal for pipelines whose networks have the same weights, before anything is added to them."""
+        folders = (self.path / expert.value for expert in Expert)
+        return self.revision or fingerprint(folder for folder in folders if folder.is_dir())
+
+    @property
     def added_identities(self) -> list[list[Any]]:
         return [one.identity for one in self.added]
 
