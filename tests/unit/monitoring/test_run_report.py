@@ -253,7 +253,7 @@ def test_a_clip_fills_the_page_up_to_twice_its_width(begun: Path) -> None:
     (begun / "samples").mkdir()
     drawn(begun / "samples" / "step_00000001")
     (video,) = Page(report(begun).read_text()).videos
-    assert video["style"] == f"width: min(100%, {2 * (90 + 128 + 6)}px)"
+    assert video["style"] == f"width: min(100%, {2 * (91 + 128 + 6)}px)"
 
 
 def test_pictures_and_evaluation_stand_above_the_curves(page: str) -> None:
