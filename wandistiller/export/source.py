@@ -64,7 +64,7 @@ class Source(NamedTuple):
         how = f" {sampler_in_words(facts)}" if facts.few_steps else ""
         return (
             f"Distilled from {facts.teacher_path} with wandistiller. Guidance is folded in: "
-            f"sample with CFG 1, shift {facts.shift}, {facts.steps} steps{how}, "
+            f"sample with CFG 1, shift {facts.shift:.6g}, {facts.steps} steps{how}, "
             f"{clip(facts)} of {facts.width}x{facts.height}."
         )
 
@@ -186,6 +186,17 @@ def sampler_in_words(facts: Facts) -> str:
     """Say how a student of few steps samples."""
     renoise = facts.sampler == RENOISE
     return "by noising its clean latents again (LCM)" if renoise else "by Euler's method"
+
+
+def written(facts: Facts) -> dict[str, Any]:
+    """Return the facts for a text, with their numbers as a person writes them."""
+    return {key: f"{v:.6g}" if isinstance(v, float) else v for key, v in vars(facts).items()}
+
+
+def arguments(settings: dict[str, Any]) -> str:
+    """Return settings as the arguments of a call, without the digits that rounding leaves."""
+    short = {key: float(f"{v:.10g}") if isinstance(v, float) else v for key, v in settings.items()}
+    return ", ".join(f"{key}={value!r}" for key, value in short.items())
 
 
 def clip(facts: Facts) -> str:

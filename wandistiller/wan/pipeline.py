@@ -277,7 +277,7 @@ def run_problem(path: Path, name: str) -> str | None:
     if (path / "resolved" / "run.json").is_file() or (path / "run_state.json").is_file():
         words = shlex.join(["wandistiller", "export", "--checkpoint", name, "--output", "students/mine"])
         return (
-            f"{name}: is a run or a checkpoint, not a pipeline. Export its student: {words}, and give that."
+            f"{name}: is a run or a checkpoint, not a pipeline. Export its student and give that: `{words}`."
         )
     return None
 

@@ -24,7 +24,7 @@ from wandistiller.export.model_card import (
     write_card,
 )
 from wandistiller.export.output import check_files, check_folder, per_expert, replaced, write_file
-from wandistiller.export.source import Source, clip
+from wandistiller.export.source import Source, arguments, clip, written
 from wandistiller.flow import EULER
 from wandistiller.student.lora import adapter_state
 from wandistiller.utils.errors import ConfigError, problem
@@ -79,7 +79,9 @@ class LoraFormat(ExportFormat):
         files = [per_expert(output, source.experts, name) for name in source.experts]
         target = check_files(output, files) if comfy else check_folder(output)
         adapters = [adapter.to(self.dtype) for adapter in _adapters(source, self.energy, self.rank)]
-        ranks = "; ".join(adapter.sentence for adapter in adapters)
+        ranks = {Expert(name).in_words: a.sentence for name, a in zip(source.experts, adapters, strict=True)}
+        one, words = len({*ranks.values()}) == 1, (f"Of the {expert}: {r}" for expert, r in ranks.items())
+        rank = adapters[0].sentence if one else "; ".join(words)
         with replaced(target) as folder:
             if comfy:
                 about = "Wan/lora", source.description, source.published
@@ -92,7 +94,7 @@ class LoraFormat(ExportFormat):
                     config = {"transformer_lora_adapter_metadata": adapter.config}
                     WanPipeline.save_lora_weights(folder, adapter.state, weight_name=file.name, **config)
             names = [file.name for file in files]
-            write_adapter_card(folder, source, self.repository, ranks, names, comfy and target.name)
+            write_adapter_card(folder, source, self.repository, rank, names, comfy and target.name)
         return [*files, target] if comfy else [target]
 
 
@@ -195,14 +197,14 @@ def _scheduler(source: Source) -> dict[str, str]:
     facts = source.facts
     pipeline = "WanImageToVideoPipeline" if facts.image_to_video else "WanPipeline"
     if not facts.few_steps:
-        call = f"pipe.scheduler.from_config(pipe.scheduler.config, {_shift_key(source)}={facts.shift})"
+        shift = arguments({_shift_key(source): facts.shift})
+        call = f"pipe.scheduler.from_config(pipe.scheduler.config, {shift})"
         return {"classes": pipeline, "pipeline": pipeline, "scheduler": f"pipe.scheduler = {call}"}
     config = few_step_config(facts.shift, facts.steps, facts.sampler or EULER)
     name = config.pop("_class_name")
-    call = f"{name}({', '.join(f'{key}={value}' for key, value in config.items())})"
-    lines = [f"pipe.scheduler = {call}"]
+    lines = [f"pipe.scheduler = {name}({arguments(config)})"]
     if facts.has_boundary:
-        lines.append(f"pipe.register_to_config(boundary_ratio={facts.boundary})")
+        lines.append(f"pipe.register_to_config({arguments({'boundary_ratio': facts.boundary})})")
     classes = f"{name}, {pipeline}"
     return {"classes": classes, "pipeline": pipeline, "scheduler": "\n".join(lines)}
 
@@ -246,7 +248,7 @@ def write_adapter_card(
         **_scheduler(source),
         layers=facts.config.num_layers,
         rank=rank,
-        made_for=MADE_FOR.format(**vars(facts), clip=clip(facts)) + few_steps_sentence(facts),
+        made_for=MADE_FOR.format(**written(facts), clip=clip(facts)) + few_steps_sentence(facts),
         calls="\n".join(calls),
     )
     if comfy:
