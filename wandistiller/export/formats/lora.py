@@ -79,9 +79,7 @@ class LoraFormat(ExportFormat):
         files = [per_expert(output, source.experts, name) for name in source.experts]
         target = check_files(output, files) if comfy else check_folder(output)
         adapters = [adapter.to(self.dtype) for adapter in _adapters(source, self.energy, self.rank)]
-        ranks = {Expert(name).in_words: a.sentence for name, a in zip(source.experts, adapters, strict=True)}
-        one, words = len({*ranks.values()}) == 1, (f"Of the {expert}: {r}" for expert, r in ranks.items())
-        rank = adapters[0].sentence if one else "; ".join(words)
+        rank = ranks_in_words(source.experts, [adapter.sentence for adapter in adapters])
         with replaced(target) as folder:
             if comfy:
                 about = "Wan/lora", source.description, source.published
@@ -96,6 +94,13 @@ class LoraFormat(ExportFormat):
             names = [file.name for file in files]
             write_adapter_card(folder, source, self.repository, rank, names, comfy and target.name)
         return [*files, target] if comfy else [target]
+
+
+def ranks_in_words(experts: list[str], ranks: list[str]) -> str:
+    """Say the rank of each expert's adapter, or once that of all."""
+    if len({*ranks}) == 1:
+        return ranks[0]
+    return "; ".join(f"{rank} ({Expert(name).in_words})" for name, rank in zip(experts, ranks, strict=True))
 
 
 def _adapters(source: Source, energy: float, rank: int) -> Iterator[Adapter]:
