@@ -36,8 +36,8 @@ from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
 from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights, usual_for, with_loras
 from wandistiller.wan.transformer import top_modules
 
-INPUTS = ("takes_image", "in_channels", "text_dim", "image_dim", "pos_embed_seq_len")
-"""Of a config, all that the networks are given beside the latents."""
+INPUTS = ("takes_image", "joined_channels", "text_dim", "image_dim", "pos_embed_seq_len")
+"""Of a config, what the networks are given beside the latents."""
 
 
 def run(flags: EvaluateFlags) -> None:
@@ -193,6 +193,11 @@ def _pair_problems(evaluation: Evaluation, sharers: int, world: int) -> list[str
         sharers: ranks that compute each sample together.
     """
     teacher, student, guided = evaluation.teacher, evaluation.student, evaluation.teacher_sampling
+    if other := [key for key in INPUTS if getattr(student.config, key) != getattr(teacher.config, key)]:
+        its, theirs = (getattr(folder.config, other[0]) for folder in (student, teacher))
+        text = f"takes other inputs than {teacher.name}: `{other[0]}` is {its}, not {theirs}"
+        kinds = "both of text-to-video or both of image-to-video"
+        return [f"{student.name}: {text}. Give two of one kind, {kinds}."]
     size = guided.height, guided.width, guided.num_frames
     of_student = size_problems(student, *size)
     problems = list(dict.fromkeys(size_problems(teacher, *size) + of_student))
@@ -203,12 +208,6 @@ def _pair_problems(evaluation: Evaluation, sharers: int, world: int) -> list[str
         problems.append(
             f"{student.name}: its latents are {its}, those of {teacher.name} {theirs}. "
             "Give a student with its VAE."
-        )
-    elif other := [key for key in INPUTS if getattr(student.config, key) != getattr(teacher.config, key)]:
-        values = (f"`{other[0]}` is {getattr(folder.config, other[0])}" for folder in (student, teacher))
-        problems.append(
-            f"{student.name}: takes other inputs than {teacher.name}: {' and '.join(values)}. Give two of "
-            "one kind, both of text-to-video or both of image-to-video."
         )
     folders = {"The student": student}
     if not (evaluation.placement and evaluation.placement.on_one_rank):

@@ -130,6 +130,13 @@ def _text_or_json(text: str) -> Any:
     return _json(text) if text.lstrip().startswith(("{", "[")) else text
 
 
+def _path(text: str) -> Path:
+    """Return a path; an empty one is a variable that is not set, and would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty. Is a variable in the quotes not set?")
+    return Path(text)
+
+
 def _add_flags(command: argparse.ArgumentParser, settings: type) -> None:
     """Add the flag of each field; limits of their types are checked later, with the recipe's values."""
     groups: dict[str, Any] = {"": command}
@@ -161,6 +168,7 @@ def _of_field(f: dataclasses.Field, hint: Any) -> dict[str, Any]:
         how["nargs"] = "+"
     name = METAVARS[Path if f.name.endswith(PATH_ENDS) else kind]
     read = _json if kind is dict else _text_or_json if kind is str and dict in kinds else kind
+    read = _path if kind is Path else read
     return {"type": read, "metavar": name} | how
 
 

@@ -20,7 +20,7 @@ from wandistiller.student.lora import Lora, add_lora, is_adapter
 from wandistiller.student.projections_and_heads import PROJECTIONS
 from wandistiller.student.shared_base import BASE_LAYER, hollow_model
 from wandistiller.utils.errors import ConfigError, problem, readable
-from wandistiller.utils.logging import set_activity
+from wandistiller.utils.logging import current, set_activity
 from wandistiller.wan import transformer
 from wandistiller.wan.added_lora import read_recorded
 from wandistiller.wan.pipeline import WanFolder, open_wan, with_loras
@@ -232,9 +232,11 @@ def _checkpoint(folder: Path, share: tuple[int, int]) -> Path:
             f"{folder}: no checkpoint there{there}. Name the --output_dir of a run, "
             "or one checkpoints/step_... folder."
         )
+    before = current.activity
     set_activity(f"verifying {checkpoint}")
     if problems := manifest.verify(checkpoint, share=share, of_student=True):
         others = [str(other) for other in manifest.steps(checkpoint.parent) if other != checkpoint]
         named = f", such as {others[0]}" if others else ""
         raise ConfigError(f"{checkpoint}: {'; '.join(problems)}. Name another checkpoint{named}.")
+    set_activity(before)
     return checkpoint

@@ -8,9 +8,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from pydantic import Field
 from torch import nn
-from transformers import UMT5Config
 
-from wandistiller.utils.errors import ConfigError, problem
+from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.utils.validation import of_type, write
@@ -24,12 +23,13 @@ from wandistiller.wan.components import (
     text_config,
     text_encoder_of,
     tokenize,
+    umt5_config,
     vae_of,
 )
 from wandistiller.wan.damaged import cure, unfinished
 from wandistiller.wan.schedulers import flow_problem, own_settings, scheduler_class
 from wandistiller.wan.transformer import meta_transformer
-from wandistiller.wan.transformer_config import TransformerConfig
+from wandistiller.wan.transformer_config import NEEDED, TransformerConfig
 from wandistiller.wan.weight_reader import DIFFUSERS_STEM, WeightReader
 
 TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "WanPipeline", "WanImageToVideoPipeline"
@@ -55,17 +55,27 @@ TIED = "encoder.embed_tokens.weight"
 """Another name of UMT5's `shared.weight`; a file has either or both."""
 
 
-def transformer_problems(config: PartConfig) -> list[str]:
-    """List the reasons why no WanTransformer3DModel can be made of `config`."""
-    problems = config.problems(NUMBERS | {"patch_size": Patch})
-    if config.values.get("_class_name", "WanTransformer3DModel") != "WanTransformer3DModel":
-        remedy = f"Give a Wan whose class is WanTransformer3DModel. {UNSUPPORTED}"
-        problems.append(config.problem("_class_name", remedy))
-    return problems or _unfit("transformer", config.where, config.values | {"num_layers": 1})
+CLASSES = {
+    "transformer": ("_class_name", ["WanTransformer3DModel"]),
+    "vae": ("_class_name", ["AutoencoderKLWan"]),
+    "text_encoder": ("architectures", TEXT_CLASSES),
+}
+"""Part -> the key of its class in its config.json, and the classes that are loaded."""
+
+
+def part_problems(part: str, config: PartConfig) -> list[str]:
+    """List the reasons why a transformer, VAE or text encoder of Wan cannot be made of `config`."""
+    problems = config.problems(NUMBERS | ({"patch_size": Patch} if part == "transformer" else {}))
+    key, classes = CLASSES[part]
+    named = config.values.get(key) or classes[0]
+    if not all(name in classes for name in (named if isinstance(named, list) else [named])):
+        remedy = f"Give a Wan whose class is {classes[0]}; no other is loaded. {UNSUPPORTED}"
+        problems.append(config.problem(key, remedy))
+    return problems or _unfit(part, config.where, config.values)
 
 
 def _call_transformer(values: dict[str, Any]) -> None:
-    config = TransformerConfig.of(values)
+    config = TransformerConfig.of(values | {"num_layers": 1})
     rows = (2, config.pos_embed_seq_len // 2) if config.pos_embed_seq_len else (1, 1)
     image_BLD = torch.zeros(*rows, config.image_dim) if config.image_dim else None
     x_t_BCFHW = torch.zeros(1, config.in_channels, *config.patch_size)
@@ -78,7 +88,7 @@ def _make_vae(values: dict[str, Any]) -> None:
 
 
 def _call_text_encoder(values: dict[str, Any]) -> None:
-    states(text_encoder_of(values), torch.zeros(1, 2, dtype=torch.long), None)
+    states(text_encoder_of(values | {"num_layers": 1}), torch.zeros(1, 2, dtype=torch.long), None)
 
 
 def _call_scheduler(values: dict[str, Any]) -> None:
@@ -109,59 +119,24 @@ def _unfit(part: str, where: str, values: dict[str, Any]) -> list[str]:
     return []
 
 
-def vae_problems(config: PartConfig) -> list[str]:
-    """List the reasons why no AutoencoderKLWan can be made of `config`."""
-    problems = config.problems(NUMBERS)
-    if config.values.get("_class_name", "AutoencoderKLWan") != "AutoencoderKLWan":
-        problems.append(config.problem("_class_name", "Give the VAE of Wan, AutoencoderKLWan."))
-    return problems or _unfit("vae", config.where, config.values)
-
-
-def text_problems(config: PartConfig, text_dim: int) -> list[str]:
-    """List the reasons why `config` describes no text encoder for a transformer with text of this width."""
-    values, problems = config.values, config.problems(NUMBERS)
-    named = values.get("architectures") or TEXT_CLASSES[:1]
-    if not (isinstance(named, list) and all(name in TEXT_CLASSES for name in named)):
-        remedy = f"Give the text encoder of Wan, {TEXT_CLASSES[0]}; no other class is loaded."
-        problems.append(config.problem("architectures", remedy))
-    if values.get("model_type", "umt5") != "umt5":
-        problems.append(config.problem("model_type", 'Give the text encoder of Wan, of type "umt5".'))
-    if values.get("d_model", text_dim) != text_dim:
-        remedy = f"The transformer takes text of width {text_dim}; give the text encoder that belongs to it."
-        problems.append(config.problem("d_model", remedy))
-    return problems or _unfit("text_encoder", config.where, values | {"num_layers": 1})
-
-
-def pipeline_problems(index: PartConfig, experts: list[PartConfig], vae: PartConfig) -> list[str]:
-    """List the problems of a pipeline's networks, and between them; its first expert has high noise."""
-    problems = [p for expert in experts for p in transformer_problems(expert)] + vae_problems(vae)
-    first = experts[0].values
-    return problems or [
-        expert.problem(key, f"The other expert has {first[key]}; give two of one shape.")
-        for expert in experts
-        for key in TransformerConfig.filled({})
-        if expert.values[key] != first[key]
-    ] + _channel_problems(index, experts[0], vae)
-
-
-def _channel_problems(index: PartConfig, transformer: PartConfig, vae: PartConfig) -> list[str]:
-    """List channels that are not those of a text-to-video or an image-to-video Wan, or not the VAE's."""
-    kind, channels = index.values["_class_name"], transformer.values["out_channels"]
-    inputs = transformer.values["in_channels"]
-    mask = (
-        0 if index.values.get("expand_timesteps") else vae.values.get("scale_factor_temporal", 4) + channels
-    )
-    joined, problems = {TEXT_TO_VIDEO: 0, IMAGE_TO_VIDEO: mask}, []
-    if inputs != channels + joined[kind]:
-        other = next((name for name, more in joined.items() if inputs == channels + more), None)
-        remedy = f"Write {other} there." if other else "Give another Wan."
-        text = f"networks have {channels + joined[kind]} inputs and {channels} outputs"
-        remedy = f"{index.where} has the class {kind}, whose {text}. {remedy}"
-        problems.append(transformer.problem("in_channels", remedy))
-    if vae.values["z_dim"] != channels:
-        remedy = f"The transformer is for {channels} channels. Give the VAE that belongs to it."
-        problems.append(vae.problem("z_dim", remedy))
-    return problems
+def unequal_problems(
+    index: PartConfig, experts: list[PartConfig], vae: PartConfig, text: PartConfig | None
+) -> list[str]:
+    """List the sizes in which the parts of a pipeline do not fit together."""
+    kind, first = index.values["_class_name"], experts[0].values
+    channels, joined = first["out_channels"], 0
+    if kind == IMAGE_TO_VIDEO and not index.values.get("expand_timesteps"):  # a mask, and latents
+        joined = vae.values.get("scale_factor_temporal", 4) + channels
+    wanted = [(experts[0], "in_channels", channels + joined), (vae, "z_dim", channels)]
+    wanted += [(other, key, first[key]) for other in experts[1:] for key in NEEDED]
+    wanted += [(text, "d_model", first["text_dim"])] if text else []
+    return [
+        part.problem(
+            key, f"The other parts of this {kind} are for {size}. Give the one that belongs to them."
+        )
+        for part, key, size in wanted
+        if part.values.get(key, size) != size
+    ]
 
 
 def scheduler_problems(config: PartConfig) -> list[str]:
@@ -177,71 +152,50 @@ def scheduler_problems(config: PartConfig) -> list[str]:
     return [config.problem(*wrong)] if wrong else []
 
 
-def image_problems(folder: Path, config: TransformerConfig) -> list[str]:
-    """List what is missing or does not fit of the image encoder, if the transformer takes its states."""
-    if not config.image_dim:
-        return []
-    file, other = (
-        folder / f for f in ("image_encoder/config.json", "image_processor/preprocessor_config.json")
-    )
-    if lacking := [f for f in (file, other) if not f.is_file()]:
-        return [f"{f}: no such file. Give the whole pipeline." for f in lacking]
-    given = read_json(file)
-    if (width := given.get("hidden_size")) != config.image_dim:
-        belongs = "give the encoder that belongs to it."
-        remedy = f"The transformer takes states of width {config.image_dim}; {belongs}"
-        return [problem(file, "hidden_size", width, remedy)]
-    return refused_keys(file, given) + _encoder_problems(folder / "image_encoder", given)
+def component_problems(folder: Path, *, image: bool) -> list[str]:
+    """List missing, truncated or misshapen tensors of VAE and encoders, and a tokenizer that fails.
 
-
-def _encoder_problems(folder: Path, config: dict[str, Any]) -> list[str]:
-    """List the tensors of an image encoder that do not fit; transformers 4 began their names otherwise."""
-    with torch.device("meta"):
-        model = image_encoder_of(config)
-    try:
-        reader = WeightReader(folder, "model")
-    except ConfigError as error:
-        return error.problems
-    begins = "vision_model." if all(name.startswith("vision_model.") for name in reader.stored) else ""
-    renamed = {f"{begins}{name}": p.shape for name, p in model.named_parameters()}
-    return reader.problems(renamed, None)
-
-
-def component_problems(folder: Path, vae: dict[str, Any]) -> list[str]:
-    """List missing, truncated or misshapen tensors of VAE and text encoder, and a tokenizer that fails."""
-    problems = _loaded_tokenizer_problems(folder)
-    with torch.device("meta"):
-        model = vae_of(vae)
-    problems += weight_problems(folder / "vae", model)
-    if (folder / "text_encoder" / "adapter_config.json").exists():  # peft would add it to the weights
-        remedy = "Delete it; a text encoder is loaded without adapters."
-        problems.append(f"{folder / 'text_encoder' / 'adapter_config.json'}: {remedy}")
-    if not (file := folder / "text_encoder" / "config.json").is_file():
-        return [*problems, f"{file}: no such file. Give the whole pipeline."]
-    with torch.device("meta"):
-        model = text_encoder_of(read_json(file))
-    return problems + weight_problems(folder / "text_encoder", model, "model")
+    Args:
+        image: the transformer takes an image encoder's states.
+    """
+    problems = _loaded_tokenizer_problems(folder / "tokenizer")
+    if (file := folder / "text_encoder" / "adapter_config.json").exists():  # peft would add it to the weights
+        problems.append(f"{file}: Delete it; a text encoder is loaded without adapters.")
+    makers: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
+        "vae": vae_of,
+        "text_encoder": text_encoder_of,
+    } | ({"image_encoder": image_encoder_of} if image else {})
+    files = [f"{part}/config.json" for part in makers] + ["image_processor/preprocessor_config.json"] * image
+    if lacking := [name for name in files if not (folder / name).is_file()]:
+        return problems + [f"{folder / name}: no such file. Give the whole pipeline." for name in lacking]
+    for part, make in makers.items():
+        values = read_json(folder / part / "config.json")
+        problems += refused_keys(folder / part / "config.json", values)
+        with torch.device("meta"):
+            model = make(values)
+        problems += weight_problems(folder / part, model, DIFFUSERS_STEM if part == "vae" else "model")
+    return problems
 
 
 def _loaded_tokenizer_problems(folder: Path) -> list[str]:
-    where, names = folder / "tokenizer", ("tokenizer.json", "spiece.model")
-    if problems := unfinished(where, names):
+    names = ("tokenizer.json", "spiece.model")
+    if problems := unfinished(folder, names):
         return problems
-    files = [where / name for name in names if (where / name).is_file()]
+    files = [folder / name for name in names if (folder / name).is_file()]
     if problems := [f"{file}: {what}" for file in files if (what := cure(file))]:
         return problems
     if not files:
-        return [f"{where}: no tokenizer.json or spiece.model in it. Give the whole pipeline."]
+        return [f"{folder}: no tokenizer.json or spiece.model in it. Give the whole pipeline."]
     try:
-        tokens = tokenize(load_tokenizer(where), "a red circle", padded=True)
+        tokens = tokenize(load_tokenizer(folder), "a red circle", padded=True)
     except Exception as error:  # tokenizers raises it bare
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return [f"{where}: it cannot be read: {why}. Fetch the folder again."]
-    vocabulary = UMT5Config.from_dict(text_config(folder)).vocab_size
-    if (largest := int(tokens.input_ids.max())) >= vocabulary:
-        remedy = f"has {vocabulary} tokens. Give the tokenizer that belongs to it."
-        return [f"{where}: it makes token {largest}, but the text encoder {remedy}"]
-    return []
+        return [f"{folder}: it cannot be read: {why}. Fetch the folder again."]
+    vocabulary = umt5_config(text_config(folder.parent)).vocab_size
+    fits = int(tokens.input_ids.max()) < vocabulary
+    return (
+        [] if fits else [f"{folder}: it has more tokens than the text encoder, {vocabulary}. Give its own."]
+    )
 
 
 def weight_problems(folder: Path, model: nn.Module, stem: str = DIFFUSERS_STEM) -> list[str]:
@@ -250,7 +204,9 @@ def weight_problems(folder: Path, model: nn.Module, stem: str = DIFFUSERS_STEM) 
         reader = WeightReader(folder, stem)
     except ConfigError as error:
         return error.problems
-    expected = {name: p.shape for name, p in model.named_parameters()}
+    # of an image encoder transformers 4 began the names otherwise
+    begins = "vision_model." if all(name.startswith("vision_model.") for name in reader.stored) else ""
+    expected = {f"{begins}{name}": p.shape for name, p in model.named_parameters()}
     if TIED in reader.stored and "shared.weight" in expected:
         expected[TIED] = expected["shared.weight"]
         if "shared.weight" not in reader.stored:

@@ -4,7 +4,7 @@ Nothing else of a folder is loaded, run or copied.
 """
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,6 +29,7 @@ from wandistiller.utils.files import read_json
 from wandistiller.utils.validation import value_problems
 from wandistiller.wan.schedulers import scheduler_class
 from wandistiller.wan.text_padding import TEXT_TOKENS
+from wandistiller.wan.transformer_config import NEEDED
 
 TOKENIZERS = {
     "T5Tokenizer": T5TokenizerFast,
@@ -63,6 +64,7 @@ TOKENIZER_KEYS = """
     spaces_between_special_tokens split_special_tokens tokenizer_class truncation_side
     bos_token cls_token eos_token mask_token pad_token sep_token unk_token
 """.split()
+OF_VAE = ["z_dim", "latents_mean", "latents_std"]
 VERSIONS = ["_class_name", "_diffusers_version"]
 UMT5_XXL = {
     "d_ff": 10240,
@@ -114,10 +116,9 @@ def index_problems(index: PartConfig, parts: list[str], scheduler: Any) -> list[
         scheduler: class in the scheduler's own file.
     """
     problems = refused_keys(index.where, index.values)
-    known = (
-        scheduler if scheduler_class(scheduler) else "UniPCMultistepScheduler"
-    )  # else told where it is read
-    classes = COMPONENTS | {"scheduler": ("diffusers", [known])}
+    # an unknown one is told where it is read
+    of_flow = scheduler if scheduler_class(scheduler) else "UniPCMultistepScheduler"
+    classes = COMPONENTS | {"scheduler": ("diffusers", [of_flow])}
     for part, given in (dict.fromkeys(classes) | index.values).items():
         if part in classes and (part not in OPTIONAL or part in parts):
             library, names = classes[part]
@@ -198,10 +199,12 @@ def text_config(folder: Path) -> dict[str, Any]:
     return read_json(file) if file.is_file() else UMT5_XXL
 
 
-def filled_vae(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a VAE's config.json with diffusers' values of keys that are needed here and that it lacks."""
-    parameters = inspect.signature(AutoencoderKLWan.__init__).parameters
-    return {key: parameters[key].default for key in ("z_dim", "latents_mean", "latents_std")} | dict(config)
+def filled(part: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a VAE or transformer with diffusers' values of keys that are needed here."""
+    kind, keys = (AutoencoderKLWan, OF_VAE) if part == "vae" else (WanTransformer3DModel, NEEDED)
+    parameters = inspect.signature(kind.__init__).parameters
+    defaults = {key: parameters[key].default for key in keys}
+    return {k: [*v] if isinstance(v, tuple) else v for k, v in defaults.items()} | config
 
 
 def vae_of(config: dict[str, Any]) -> AutoencoderKLWan:

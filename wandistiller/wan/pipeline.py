@@ -3,7 +3,6 @@
 import math
 import re
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,16 +18,15 @@ from wandistiller.wan.checks import (
     TEXT_TO_VIDEO,
     UNSUPPORTED,
     component_problems,
-    image_problems,
-    pipeline_problems,
+    part_problems,
     scheduler_problems,
-    text_problems,
+    unequal_problems,
     weight_problems,
 )
 from wandistiller.wan.components import (
     IMAGE_PARTS,
     PartConfig,
-    filled_vae,
+    filled,
     index_problems,
     text_config,
     tokenizer_problems,
@@ -186,9 +184,8 @@ def require_weights(folder: WanFolder) -> None:
     for expert, config in folder.configs.items():
         if expert.value not in empty:
             problems += weight_problems(folder.path / expert.value, meta_transformer(config))
-    problems += image_problems(folder.path, folder.config)
     if not {"vae", "text_encoder"} & {*empty}:
-        problems += component_problems(folder.path, folder.vae)
+        problems += component_problems(folder.path, image=bool(folder.config.image_dim))
     if problems:
         raise ConfigError(*problems)
 
@@ -224,23 +221,24 @@ def open_wan(name: str, weights: bool = False, revision: str | None = None) -> W
     experts = [e for e in Expert if (path / e.value / "config.json").is_file()]
     if Expert.HIGH_NOISE not in experts:
         raise ConfigError(f"{name}: no transformer/config.json. Give a complete diffusers pipeline folder.")
-    configs = {e: _read(path, name, f"{e.value}/config.json", TransformerConfig.filled) for e in experts}
-    vae = _read(path, name, "vae/config.json", filled_vae)
+    configs = {e: _read(path, name, f"{e.value}/config.json") for e in experts}
+    vae = _read(path, name, "vae/config.json")
     scheduler = _read(path, name, "scheduler/scheduler_config.json")
     boundary = index.values.get("boundary_ratio") if len(experts) == 2 else None
     image = bool(configs[Expert.HIGH_NOISE].values.get("image_dim"))
     parts = [*(e.value for e in experts), *(IMAGE_PARTS if image else ())]
     problems = index_problems(index, parts, scheduler.values.get("_class_name"))
-    problems += pipeline_problems(index, list(configs.values()), vae)
+    problems += [p for config in configs.values() for p in part_problems("transformer", config)]
+    problems += part_problems("vae", vae) + scheduler_problems(scheduler)
+    text = None
+    if (path / "text_encoder" / "config.json").is_file():
+        text = PartConfig(f"{name}/text_encoder/config.json", text_config(path))
+        problems += part_problems("text_encoder", text)
     problems += tokenizer_problems(f"{name}/tokenizer", path / "tokenizer")
     if len(experts) == 2 and not (isinstance(boundary, float) and 0 < boundary < 1):
         remedy = "It has two experts; write where they meet (Wan2.2 A14B: 0.875)."
         problems.append(index.problem("boundary_ratio", remedy))
-    problems = problems or scheduler_problems(scheduler)
-    if not problems and (path / "text_encoder" / "config.json").is_file():
-        encoder = PartConfig(f"{name}/text_encoder/config.json", text_config(path))
-        problems = text_problems(encoder, configs[Expert.HIGH_NOISE].values["text_dim"])
-    if problems:
+    if problems := problems or unequal_problems(index, [*configs.values()], vae, text):
         raise ConfigError(*problems)
     shift = own_settings(scheduler.values)[shift_key(scheduler.values)]
     expands = bool(index.values.get("expand_timesteps"))
@@ -282,12 +280,14 @@ def run_problem(path: Path, name: str) -> str | None:
     return None
 
 
-def _read(folder: Path, name: str, file: str, filled: Callable[[dict[str, Any]], Any] = dict) -> PartConfig:
-    """Read a file of the pipeline; `filled` adds the values of keys that it may lack."""
+def _read(folder: Path, name: str, file: str) -> PartConfig:
+    """Read a file of the pipeline, with the values of keys that are needed and that it may lack."""
     if not (folder / file).is_file():
         remedy = "Give a complete diffusers Wan pipeline folder, a hub id, or `tiny`."
         raise ConfigError(f"{name}: no file {folder / file}. {remedy}")
-    return PartConfig(f"{name}/{file}", filled(read_json(folder / file)))
+    values, part = read_json(folder / file), file.partition("/")[0]
+    is_network = part.startswith(("vae", "transformer"))
+    return PartConfig(f"{name}/{file}", filled(part, values) if is_network else values)
 
 
 def usual_for(folder: WanFolder) -> Usual:

@@ -1,16 +1,13 @@
 """The config of a Wan transformer."""
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Self
 
-from diffusers import WanTransformer3DModel
-
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """A config.json of diffusers' WanTransformer3DModel, checked by `checks.transformer_problems`."""
+    """A config.json of diffusers' WanTransformer3DModel, checked by `checks.part_problems`."""
 
     raw: dict[str, Any]
     """All of its keys."""
@@ -36,14 +33,6 @@ class TransformerConfig:
     """Latents begin with the given frame, whose time is 0; not in config.json, but in model_index.json."""
 
     @classmethod
-    def filled(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a config.json with diffusers' values of the keys that are needed here, where it has none."""
-        parameters = inspect.signature(WanTransformer3DModel.__init__).parameters
-        needed = [f.name for f in fields(cls) if f.default is MISSING and f.name != "raw"]
-        defaults = {name: parameters[name].default for name in needed}
-        return defaults | {"patch_size": [*defaults["patch_size"]]} | dict(values)
-
-    @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
         """Take the values of a config.json, or of a network's own config."""
         known = {f.name: values[f.name] for f in fields(cls) if f.name != "raw" and f.name in values}
@@ -66,3 +55,7 @@ class TransformerConfig:
     @property
     def width(self) -> int:
         return self.num_attention_heads * self.attention_head_dim
+
+
+NEEDED = [f.name for f in fields(TransformerConfig) if f.default is MISSING and f.name != "raw"]
+"""Keys of a config.json without which the numbers here are not known."""

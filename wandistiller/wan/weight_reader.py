@@ -90,14 +90,6 @@ class WeightReader:
         """List the tensors that are missing, unexpected, or of another shape than the config's model has."""
         missing, extra = expected.keys() - self.stored.keys(), self.stored.keys() - expected.keys()
         extra = {name for name in extra if not any(part in name for part in ignored or ())}
-        if prefix := self._prefix(expected):
-            remedy = (
-                f"Write `save_pretrained` of the module inside that model; take `{prefix}` off the names."
-            )
-            return [
-                f"{self.folder}: the names of its tensors begin with `{prefix}`, as of a wrapped or compiled "
-                f"model. {remedy}"
-            ]
         problems = []
         for what, names in (("missing", missing), ("not known to this model", extra)):
             if names:
@@ -105,7 +97,8 @@ class WeightReader:
                 more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
                 problems.append(
                     f"{self.folder}: {len(names)} tensor(s) {what}: {shown}{more}. Its config.json and its "
-                    "weights do not belong together. Fetch the folder again."
+                    "weights do not belong together, or are of a wrapped model (`module.`, `_orig_mod.`). "
+                    "Fetch the folder again, or write `save_pretrained` of the network itself."
                 )
         for name in sorted(expected.keys() & self.stored.keys()):
             stored, shape = self.stored[name], expected[name]
@@ -113,12 +106,6 @@ class WeightReader:
                 shapes = f"has the shape {list(stored.shape)}; config.json asks for {list(shape)}"
                 problems.append(f"{stored.file}: tensor `{name}` {shapes}. Fetch the folder again.")
         return problems
-
-    def _prefix(self, expected: Iterable[str]) -> str:
-        """Return what stands before the name of every expected tensor; "" if nothing does."""
-        first = min(expected, default="")
-        ends = (name.removesuffix(first) for name in self.stored if name.endswith(f".{first}"))
-        return next((p for p in ends if all(p + name in self.stored for name in expected)), "")
 
     def read(self, name: str, out: Tensor, first: int = 0) -> None:
         """Fill `out` with the elements from `first` on of a tensor's row-major order, converted to its dtype.

@@ -15,8 +15,13 @@ from wandistiller.wan.loaded_components import load_pipeline
 from wandistiller.wan.pipeline import open_wan, require_weights
 
 VALUES: list[Any] = [
-    *(None, True, -1, 0, 3, 0.5, -1e300, 10**30, "", "../../evil", "evil.Evil", [], [1, 2], ["evil", "Evil"]),
-    *({}, {"a": 1}, {"AutoModel": "evil.Evil"}, [None], [[1]], "\u200b", "auto", "float16"),
+    None,
+    -1,
+    10**30,
+    "../../evil",
+    "evil.Evil",
+    ["evil", "Evil"],
+    {"AutoModel": "evil.Evil"},
 ]
 EXTRA = {
     "auto_map": {"AutoConfig": "evil.Evil", "AutoModel": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]},
@@ -31,7 +36,7 @@ EXTRA = {
     "attn_implementation": "evil/evil",
     "nobody knows it": 1,
 }
-TEXTS = [b"", b"{", b"[]", b"null", b'"text"', b"\xff\xfe{}", b"[" * 10**5, b"{}" + b"\0" * 10, b'{"a": NaN}']
+TEXTS = [b"", b"[]", b"[" * 10**5]
 MARKER = "ran"
 Change = tuple[str, str, Any]
 
@@ -115,17 +120,8 @@ def outcomes(folder: Path, tmp_path: Path, chosen: list[Change]) -> dict[str, st
     return bad
 
 
-@pytest.mark.parametrize("part", [pytest.param(k, marks=[pytest.mark.slow] * (k > 0)) for k in range(6)])
+@pytest.mark.parametrize("every", [20, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_folder_with_one_wrong_json_is_refused_or_works_and_never_runs_code(
-    part: int, wan1: Path, tmp_path: Path
+    every: int, wan2: Path, tmp_path: Path
 ) -> None:
-    """The first part is a fortieth of all changes, the others share them."""
-    every = list(changes(wan1))
-    chosen = every[7::40] if part == 0 else every[part - 1 :: 5]
-    assert outcomes(wan1, tmp_path, chosen) == {}
-
-
-@pytest.mark.slow
-def test_a_folder_of_two_experts_with_one_wrong_json_is_refused_or_works(wan2: Path, tmp_path: Path) -> None:
-    chosen = [c for c in changes(wan2) if c[0] == "model_index.json" or c[0].startswith("transformer_2")]
-    assert outcomes(wan2, tmp_path, chosen) == {}
+    assert outcomes(wan2, tmp_path, list(changes(wan2))[7::every]) == {}
