@@ -13,10 +13,8 @@ import torch
 from diffusers import WanTransformer3DModel
 from PIL import Image
 from ranks import wandistiller, write_json
-from safetensors.torch import load_file, save_file
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
 
-from wandistiller.checkpoint.facts import Facts
 from wandistiller.cli.evaluate import evaluate, read_evaluation
 from wandistiller.cli.parser import read as flags_of
 from wandistiller.data.dataset import PromptItem
@@ -32,7 +30,6 @@ from wandistiller.tiny import shapes
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.images import to_pil
-from wandistiller.wan.pipeline import open_wan
 
 HIGH, LOW = Expert
 PROMPTS = "a red circle|a blue square|a green circle on red|red , blue|a top left square|a square".split("|")
@@ -360,26 +357,6 @@ def test_all_that_is_wrong_with_the_parts_comes_at_once_and_then_what_does_not_g
     messages += ["`output` is", "`clip_path` is"]
     assert_wrong(write_json(tmp_path / "file", 0), f"{words} --prompts none.txt", messages)
     assert_wrong(tmp_path / "out", "", ["`height` is 30", "`guidance_scale_2` is 3.0"])
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(("student", "teacher"), [("tiny-i2v", "tiny-video"), ("tiny-video", "tiny-i2v")])
-def test_a_student_that_takes_other_inputs_than_its_teacher_is_refused_before_weights_are_read(
-    student: str, teacher: str
-) -> None:
-    with pytest.raises(ConfigError, match=f"{student}: takes other inputs than {teacher}: `takes_image` is"):
-        read("--student_path", student, "--teacher_path", teacher, "--prompts", "tiny-i2v:held_out")
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_a_teacher_whose_weights_have_changed_since_training_is_told(wan1: Path, copy_of: Copy) -> None:
-    teacher = copy_of(wan1, weights=True)
-    wan = open_wan(str(teacher))
-    facts = Facts(teacher_path=str(teacher), teacher_identity=wan.weights_identity)
-    assert facts.changed_teacher(wan) == []
-    file = teacher / "transformer" / "diffusion_pytorch_model.safetensors"
-    save_file({name: value + 1 for name, value in load_file(file).items()}, file)
-    assert len(facts.changed_teacher(wan)) == 1 and Facts().changed_teacher(wan) == []
 
 
 @pytest.mark.usefixtures("one_rank")

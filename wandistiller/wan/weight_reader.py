@@ -97,8 +97,8 @@ class WeightReader:
                 more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
                 problems.append(
                     f"{self.folder}: {len(names)} tensor(s) {what}: {shown}{more}. Its config.json and its "
-                    "weights do not belong together, or are of a wrapped model (`module.`, `_orig_mod.`). "
-                    "Fetch the folder again, or write `save_pretrained` of the network itself."
+                    "weights do not belong together, or they are of a wrapped model, of which the network "
+                    "itself must be saved. Fetch the folder again."
                 )
         for name in sorted(expected.keys() & self.stored.keys()):
             stored, shape = self.stored[name], expected[name]

@@ -157,7 +157,7 @@ def test_a_pickle_under_the_name_of_safetensors_is_told(wan: Path) -> None:
 def test_names_of_a_wrapped_model_are_told(wan: Path) -> None:
     file = wan / "transformer" / WEIGHTS["transformer"]
     save_file({f"module.{name}": value for name, value in load_file(file).items()}, file)
-    assert all("are of a wrapped model (`module.`" in text for text in refusals(wan))
+    assert all("are of a wrapped model" in text for text in refusals(wan))
 
 
 def test_an_export_leaves_out_links_to_nothing(tmp_path: Path) -> None:
