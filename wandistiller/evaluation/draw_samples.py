@@ -51,7 +51,7 @@ RANGES = [
 ]
 """Setting, least value, largest value."""
 
-LIST = "samples.json"
+LIST = "wandistiller_samples.json"
 """Prompt by file, of the last call that drew into a folder; the next one deletes these files."""
 STEPS = 40
 """Sampling steps where nothing says otherwise."""
@@ -273,7 +273,12 @@ def output_problems(output: Path) -> list[str]:
     """List the problem of an output folder that has the files of a run."""
     above = next((p for p in (output, *output.parents) if (p / "resolved" / "run.json").is_file()), None)
     here = {file.name for file in output.iterdir()} if output.is_dir() else set()
-    if not above or output != above and here <= {*_made(output), LIST, "grid.png"}:
+    ours = {
+        *_made(output),
+        LIST,
+        "grid.png",
+    }  # read in any case: it must be readable before anything is drawn
+    if not above or output != above and here <= ours:
         return []
     remedy = f"Its files would be mixed with the samples. Name a new folder, such as {above / 'drawn'}."
     return [f"`output` is {output}, a folder of the run {above}. {remedy}"]

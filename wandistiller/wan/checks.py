@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from pydantic import Field
 from torch import nn
 
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.memoize import once_for_each
-from wandistiller.utils.validation import of_type, write
+from wandistiller.utils.validation import of_type, value_problems, write
 from wandistiller.wan.components import (
     TEXT_CLASSES,
     PartConfig,
@@ -45,12 +44,6 @@ NUMBERS = of_type(
     (Size, "rope_max_seq_len z_dim scale_factor_spatial scale_factor_temporal"),
 )
 """Types of the numbers that are computed with here; the libraries check all others."""
-UNFIT = (
-    StrictDataclassError,
-    *(ArithmeticError, AssertionError, AttributeError, ImportError),
-    *(LookupError, NameError, RuntimeError, TypeError, ValueError),
-)
-"""Exceptions of diffusers and transformers for settings that do not fit together."""
 TIED = "encoder.embed_tokens.weight"
 """Another name of UMT5's `shared.weight`; a file has either or both."""
 
@@ -65,7 +58,10 @@ CLASSES = {
 
 def part_problems(part: str, config: PartConfig) -> list[str]:
     """List the reasons why a transformer, VAE or text encoder of Wan cannot be made of `config`."""
-    problems = config.problems(NUMBERS | ({"patch_size": Patch} if part == "transformer" else {}))
+    numbers = NUMBERS | ({"patch_size": Patch} if part == "transformer" else {})
+    problems = value_problems(config.where, config.values, numbers) + refused_keys(
+        config.where, config.values
+    )
     key, classes = CLASSES[part]
     named = config.values.get(key) or classes[0]
     if not all(name in classes for name in (named if isinstance(named, list) else [named])):
@@ -113,7 +109,7 @@ def _unfit(part: str, where: str, values: dict[str, Any]) -> list[str]:
     try:
         with torch.device("cpu" if part == "scheduler" else "meta"), torch.no_grad():
             PARTS[part](values)
-    except UNFIT as error:
+    except Exception as error:  # of the libraries any
         why = str(error) or type(error).__name__
         return [f"{where}: it cannot be built from this: {why}. Fix it, or fetch this file again."]
     return []

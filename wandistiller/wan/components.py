@@ -26,7 +26,6 @@ from transformers import (
 
 from wandistiller.utils.errors import problem
 from wandistiller.utils.files import read_json
-from wandistiller.utils.validation import value_problems
 from wandistiller.wan.schedulers import scheduler_class
 from wandistiller.wan.text_padding import TEXT_TOKENS
 from wandistiller.wan.transformer_config import NEEDED
@@ -102,10 +101,6 @@ class PartConfig:
 
     def problem(self, key: str, remedy: str) -> str:
         return problem(self.where, key, self.values.get(key), remedy)
-
-    def problems(self, types: dict[str, Any]) -> list[str]:
-        """List the values of other types, and the keys that ask for code."""
-        return value_problems(self.where, self.values, types) + refused_keys(self.where, self.values)
 
 
 def index_problems(index: PartConfig, parts: list[str], scheduler: Any) -> list[str]:

@@ -23,7 +23,7 @@ def test_pictures_of_an_earlier_longer_call_go_and_other_files_stay(wan1: Path, 
         candidate = read_candidate(str(wan1))
         sample(candidate, items, tmp_path, Sampling(**SIZE, steps=1), 0, torch.float32)
     found = sorted(file.name for file in tmp_path.iterdir())
-    assert found == ["0000.png", "0007.png", "grid.png", "samples.json"]
+    assert found == ["0000.png", "0007.png", "grid.png", "wandistiller_samples.json"]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_samples_are_not_mixed_with_the_files_of_a_run(folder: str, wrong: bool,
     write_json(tmp_path / "resolved" / "run.json", {})
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "step_00000001.png").touch()
-    write_json(tmp_path / "drawn" / "samples.json", {"0000.png": "a"})
+    write_json(tmp_path / "drawn" / "wandistiller_samples.json", {"0000.png": "a"})
     (tmp_path / "drawn" / "0000.png").touch()
     assert bool(output_problems(tmp_path / folder)) is wrong
 

@@ -236,13 +236,6 @@ def test_a_bfloat16_file_opens_with_the_config_beside_its_card(wan1: Path, tmp_p
             assert torch.equal(value, model.get_parameter(name).to(value.dtype)), name
 
 
-def test_eight_bits_are_for_comfyui_alone(teacher: WanFolder, tmp_path: Path) -> None:
-    write_original_card(tmp_path, about(teacher, tmp_path), "", ["w.safetensors"], True, "w.card")
-    text = (tmp_path / "README.md").read_text()
-    assert "`models/diffusion_models`" in text and ".scale_weight" in text and "from_single_file" not in text
-    assert "opens the file\nwithout an error, ignores the scales and draws nonsense" in text
-
-
 def of_two_experts(teacher: WanFolder, run: Path, **more: Any) -> Source:
     two = {"experts": ["transformer", "transformer_2"], "boundary": 0.875, "shift": 12.0, "steps": 40}
     return about(teacher, run, **two | more)
