@@ -82,7 +82,6 @@ def tile_size(height: int, width: int, columns: int, widest: int | None = None) 
         widest: pixels of the whole grid, at most, for which tiles are smaller than their images.
     """
     factor = max(1, -(-SMALLEST_TILE // width))
-    columns = min(columns, COLUMNS)
     most = max(16, LABELLED * widest // 40 // columns - GAP) if widest else width * factor
     if factor * width <= most:
         return height * factor, width * factor

@@ -149,7 +149,7 @@ def test_clips_that_are_drawn_wait_on_the_cpu_in_8_bits_as_stills_and_as_small_a
 ) -> None:
     given = {"sample_prompts": [f"a circle {i}" for i in range(8)]}
     kept = plan(job(published, EIGHT_80, num_frames=81, **given), EIGHT_80)["draw"].kept
-    a_clip = 3 * (3 * 480 * 832 + 81 * 128 * 222)  # eight tiles, a gap of 6 and a margin of 90 in 1920
+    a_clip = 3 * (3 * 480 * 832 + 81 * 111 * 192)  # eight tiles, gaps of 6 and labels in 1920
     assert kept["clips that are drawn"] == Bytes(host=2 * 8 * a_clip)
     assert "clips that are drawn" not in plan(job(published, EIGHT_80, **given), EIGHT_80)["draw"].kept
 
