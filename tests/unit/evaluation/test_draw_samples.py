@@ -1,6 +1,5 @@
 """The files that `sample` leaves in its output folder, and what it says of guidance."""
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from wandistiller.checkpoint.facts import Facts
 from wandistiller.data.dataset import PromptItem
 from wandistiller.evaluation.candidates import read_candidate
 from wandistiller.evaluation.draw_samples import Sampling, guidance_lines, output_problems, sample
-from wandistiller.evaluation.items import read_items
 from wandistiller.utils.files import write_json
 
 SIZE = {"height": 16, "width": 16}
@@ -46,14 +44,3 @@ def test_guidance_on_top_of_guidance_that_is_folded_in_is_told(
 ) -> None:
     told = guidance_lines(Facts(guidance_scale=learnt), Sampling(**SIZE, guidance_scale=scale))
     assert len(told) == lines
-
-
-def test_images_of_the_command_line_go_before_those_of_rows(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    for name in ("of_row.png", "given.png"):
-        (tmp_path / name).touch()
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "image": "of_row.png"}')
-    (item,) = read_items([str(tmp_path / "rows.jsonl")], [str(tmp_path / "given.png")])
-    assert item.begins_with == tmp_path / "given.png" and "--image is taken" in caplog.text
