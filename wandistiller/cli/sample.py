@@ -28,7 +28,7 @@ def run(flags: SampleFlags) -> None:
         model, items, settings = read_sampling(flags)
     dtype = resolve_dtype(flags.dtype)
     collectives.init()
-    for line in added_lines(model.folder.added):
+    for line in added_lines(model.folder.added, model.folder.configs):
         collectives.log0("%s", line)
     ranks = Ranks.in_groups_of(flags.context_parallel)
     files = sample(model, items, flags.output, settings, flags.seed, dtype, ranks)

@@ -36,7 +36,7 @@ def change_in(file: Path) -> Tensor:
 
 
 def changes(folder: WanFolder) -> list[Tensor]:
-    found = (added_changes(folder.added, expert)[LAYER] for expert in Expert)
+    found = (added_changes(folder.added, folder.config, expert)[LAYER] for expert in Expert)
     return [b @ a for a, b in found]
 
 
@@ -66,26 +66,16 @@ def test_a_folder_of_two_files_for_diffusers_is_added_file_by_expert_with_its_fa
         assert candidate.trained and candidate.trained.steps == 2
 
 
-@pytest.mark.parametrize("sides", [("h_style", "l_style"), ("style_hn", "style_ln"), ("Xhighy", "Xlowy")])
-def test_names_that_differ_as_those_of_experts_and_do_not_say_it_are_refused(
-    sides: tuple[str, str], wan2: Path, tmp_path: Path
-) -> None:
-    files = [str(style(wan2, tmp_path / f"{side}.safetensors", "to_q")) for side in sides]
-    with pytest.raises(ConfigError, match="Write high_noise=FILE, and the same with low_noise"):
-        _ = read_candidate(str(wan2), files).folder
-    assert len(read_candidate(str(wan2), [f"low_noise={files[0]}", files[1]]).folder.added) == 2
-
-
 def test_two_styles_are_added_to_both_experts(wan2: Path, tmp_path: Path) -> None:
     files = [style(wan2, tmp_path / f"{n}.safetensors", "to_q", seed=i) for i, n in enumerate("ab")]
     wanted = sum(change_in(file) for file in files)
-    found = changes(read_candidate(str(wan2), [str(file) for file in files]).folder)
+    found = changes(read_candidate(str(wan2), [f"both={file}" for file in files]).folder)
     torch.testing.assert_close(found, [wanted, wanted])
 
 
 def test_the_files_of_two_experts_are_refused_for_one_network(wan1: Path, tmp_path: Path) -> None:
     files = [str(file) for file in pair(wan1, tmp_path, "lora_{}_fp16")]
-    with pytest.raises(ConfigError, match="and here is one network. Give one"):
+    with pytest.raises(ConfigError, match="and here is one network. Give the file of one"):
         _ = read_candidate(str(wan1), files).folder
     assert len(read_candidate(str(wan1), files[:1]).folder.added) == 1
 
@@ -109,7 +99,7 @@ def test_the_file_of_one_network_may_be_said_for_one_of_two(wan2: Path, tmp_path
     facts = {"wandistiller": json.dumps({"bases": ["transformer_2"]})}
     file = style(wan2, tmp_path / "lora.safetensors", "to_q", metadata=facts)
     folder = read_candidate(str(wan2), [f"high_noise={file}"]).folder
-    assert len(folder.configs) == 2 and not added_changes(folder.added, Expert.LOW_NOISE)
+    assert len(folder.configs) == 2 and not added_changes(folder.added, folder.config, Expert.LOW_NOISE)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +141,8 @@ def test_a_file_in_a_folder_whose_name_has_an_equals_sign_is_for_the_expert_that
     wan2: Path, tmp_path: Path
 ) -> None:
     file = style(wan2, tmp_path / "lr=1e-4" / "a.safetensors", "to_q")
-    assert read_candidate(str(wan2), [f"low_noise={file}"]).files == [("low_noise", str(file))]
+    (one,) = read_candidate(str(wan2), [f"low_noise={file}"]).added
+    assert (one.expert, one.file) == ("low_noise", str(file))
 
 
 def test_beside_a_student_of_one_expert_alone_a_file_of_the_other_is_refused(
@@ -194,3 +185,18 @@ def test_one_file_as_a_pipeline_is_refused_with_the_flag_that_takes_it(wan1: Pat
     file = style(wan1, tmp_path / "lora.safetensors", "to_q")
     with pytest.raises(ConfigError, match="is one file, not a pipeline. Give a LoRA by --lora"):
         read_candidate(str(file))
+
+
+def test_a_lora_that_is_named_by_nothing_or_twice_is_refused(wan1: Path, tmp_path: Path) -> None:
+    file = str(style(wan1, tmp_path / "lora.safetensors", "to_q"))
+    for words, text in ((["", file], "file"), ([file, file], f"{file} is given twice. Give it once")):
+        with pytest.raises(ConfigError, match=text):
+            read_candidate(str(wan1), words)
+
+
+def test_a_run_without_adapters_is_no_lora(wan1: Path, tmp_path: Path) -> None:
+    (tmp_path / "run" / "resolved").mkdir(parents=True)
+    (tmp_path / "run" / "resolved" / "run.json").write_text("{}")
+    wanted = "is a run of a whole model. Give it as the model, or make a LoRA of it: `wandistiller export"
+    with pytest.raises(ConfigError, match=wanted):
+        read_candidate(str(wan1), [str(tmp_path / "run")])

@@ -18,6 +18,7 @@ from wandistiller.config.validate import read_job
 from wandistiller.student.lora import Lora, add_lora, begin_with
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.keyed_random import keyed_normal
+from wandistiller.wan.lora_files import read_lora
 from wandistiller.wan.transformer import velocity
 
 
@@ -70,7 +71,7 @@ def test_adapters_of_a_higher_rank_begin_as_the_file(published: Path, wan1: Path
     model, teacher = (type(small_transformer(0)).from_pretrained(wan1 / "transformer") for _ in range(2))
     add_lora(model, Lora(rank=8, alpha=4), seed=0)
     before = sampled(model)
-    begin_with(model, published)
+    begin_with(model, read_lora(published).layers)
     assert torch.equal(before, sampled(teacher))
     for name, a in load_file(published).items():
         if name.endswith("lora_A.weight"):
@@ -91,7 +92,10 @@ WHOLE = {"student_config": {}, "max_steps": 1}
 @pytest.mark.parametrize(
     ("lora", "text"),
     [
-        ({"rank": 2}, "whose rank is 4. Write that as `lora.rank`, or more"),
+        (
+            {"rank": 2},
+            "its rank is 4. Write that as `lora.rank`, or more; or .* as `lora.ranks`: .*to_q",
+        ),
         ({"rank": 4, "targets": ["to_q"]}, "Add to `lora.targets`: attn1.to_k, attn1.to_out.0"),
     ],
 )
@@ -105,8 +109,8 @@ def test_a_start_that_does_not_fit_is_refused_before_weights_are_read(
 
 def test_a_start_for_another_teacher_is_refused(published: Path, wide: Path, tmp_path: Path) -> None:
     given = recipe(tmp_path, wide, output_dir=str(tmp_path / "run"), **WHOLE)
-    with pytest.raises(ConfigError, match="this teacher has no such layer of that shape"):
-        read_job(RunConfig(**given, lora={"rank": 4, "start": str(published)}), 1)
+    with pytest.raises(ConfigError, match="has 1 block.*. Give one that was made for it"):
+        read_job(RunConfig(**given, lora={"rank": 4, "start": f"both={published}"}), 1)
 
 
 def test_adapters_alone_need_no_student_config_and_are_of_the_whole_teacher(

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import WanPipeline
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.keyed_random import keyed_normal
-from wandistiller.wan.lora_files import LoraFile, read_lora
+from wandistiller.wan.lora_files import LoraFile, read_lora, require_finite
 
 RANK, ALPHA = 4, 2.0
 LAYERS = {
@@ -79,7 +80,7 @@ def test_each_layer_has_the_factor_of_its_own_rank_and_alpha(tmp_path: Path) -> 
     state |= {f"{second}.lora_A.weight": c[:2].clone(), f"{second}.lora_B.weight": d[:, :2].clone()}
     config = {"r": RANK, "lora_alpha": ALPHA, "alpha_pattern": {r"attn2\.to_out\.0": 3}}
     WanPipeline.save_lora_weights(tmp_path, state, transformer_lora_adapter_metadata=config)
-    found = read_lora(tmp_path).layers
+    found = read_lora(tmp_path / "pytorch_lora_weights.safetensors").layers
     torch.testing.assert_close(found[first].b @ found[first].a, ALPHA / RANK * (b @ a))
     torch.testing.assert_close(found[second].b @ found[second].a, 3 / 2 * (d[:, :2] @ c[:2]))
 
@@ -126,6 +127,38 @@ def test_alpha_of_a_part_may_be_under_the_name_of_the_file_s_own_keys(tmp_path: 
     torch.testing.assert_close(found.b @ found.a, 16 / 2 * (b @ a))
 
 
-def test_a_folder_without_a_lora_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is a folder without pytorch_lora_weights.safetensors. Name the"):
-        read_lora(tmp_path)
+@pytest.mark.parametrize(("part", "value"), [("lora_A", torch.nan), ("lora_B", -torch.inf)])
+def test_numbers_that_are_not_finite_are_named_by_file_and_tensor(
+    part: str, value: float, tmp_path: Path
+) -> None:
+    state = load_file(file := made("comfy", tmp_path))
+    state[key := f"diffusion_model.blocks.0.self_attn.q.{part}.weight"][0, 1] = value
+    save_file(state, file)
+    for reader in (read_lora, require_finite):
+        with pytest.raises(ConfigError) as raised:
+            reader(file)
+        assert str(raised.value).startswith(f"{file}: tensor `{key}` holds numbers that are not finite.")
+
+
+def test_a_pointer_of_git_lfs_is_named_as_a_teacher_s_is(tmp_path: Path) -> None:
+    file = tmp_path / "it.safetensors"
+    file.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 123456\n")
+    with pytest.raises(ConfigError, match="it.safetensors: it is a Git LFS pointer, not the file"):
+        read_lora(file)
+
+
+@pytest.mark.parametrize("expert", Expert)
+def test_of_a_file_of_both_experts_each_has_its_own_keys(expert: Expert, tmp_path: Path) -> None:
+    state = {}
+    for one in Expert:
+        for layer in LAYERS:
+            a, b = factors(layer)
+            key = f"{one.value}.{layer}.lora_{{}}.weight".format
+            state |= {key("A"): a, key("B"): b * (2 if one is Expert.LOW_NOISE else 1)}
+    settings = {"transformer.lora_alpha": RANK, "transformer_2.lora_alpha": 2 * RANK}
+    save_file(state, file := tmp_path / "it.safetensors", {"lora_adapter_metadata": json.dumps(settings)})
+    found = read_lora(file, expert=expert)
+    assert found.left_out == [] and found.layers.keys() == LAYERS.keys()
+    for layer, (a, b) in found.layers.items():
+        down, up = factors(layer)
+        torch.testing.assert_close(b @ a, (4 if expert is Expert.LOW_NOISE else 1) * (up @ down))
