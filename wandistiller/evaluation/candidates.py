@@ -11,12 +11,7 @@ from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json
 from wandistiller.wan.added_lora import AddedLora, as_settings, each_file, read_added, with_experts
-from wandistiller.wan.lora_experts import (
-    FACTS,
-    adapters_of,
-    facts_beside,
-    facts_of,
-)
+from wandistiller.wan.lora_experts import FACTS, adapters_of, facts_beside, facts_of
 from wandistiller.wan.pipeline import WanFolder, open_wan, run_problem, student_of, with_loras
 
 
@@ -86,18 +81,8 @@ class Candidate:
         folder = open_wan(self.name) if self.name else open_wan(self.teacher, revision=self.teacher_revision)
         folder = folder.with_first_frames() if self.facts.image_to_video else folder
         if alone := self._alone(folder):
-            self._require_no_other(alone)
             folder = replace(folder, configs={alone: folder.configs[alone]}, boundary=None)
         return with_loras(folder, with_experts("command line: `lora`", self.added, folder.configs))
-
-    def _require_no_other(self, alone: Expert) -> None:
-        """Raise ConfigError if a file is said to be for the other expert than the only one that is used."""
-        for one in self.added:
-            if not one.is_for(alone):
-                raise ConfigError(
-                    f"command line: `lora` is {one.expert}={one.file}, but another file is a student of the "
-                    f"teacher's {alone.in_words} alone, which serves all noise levels. Leave {one.file} out."
-                )
 
     def _alone(self, folder: WanFolder) -> Expert | None:
         """Return the only one of the teacher's two networks that a LoRA file's student uses; None: both."""
@@ -143,8 +128,7 @@ def read_candidate(
         name = student_of(name)
         if of_run := run_problem(Path(name), name):
             raise ConfigError(of_run)
-    files = [Path(one.file) for one in added]
-    made = [(facts_beside(file), _facts_of_lora(file)) for file in files]
+    made = [(facts_beside(Path(one.file)), _facts_of_lora(Path(one.file))) for one in added]
     if not name:
         _require_of_teacher(made)
     of_few_steps = [(file, facts) for file, facts in made if facts.few_steps]

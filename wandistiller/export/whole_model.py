@@ -10,8 +10,7 @@ from torch import Tensor
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.export.source import Source
 from wandistiller.utils.errors import ConfigError
-from wandistiller.wan.full_models import is_full_model
-from wandistiller.wan.lora_experts import BOTH, sides_of, split_side
+from wandistiller.wan.lora_experts import BOTH, is_full_model, sides_of, split_side
 from wandistiller.wan.original_names import original_name
 from wandistiller.wan.pipeline import WanFolder, open_wan
 from wandistiller.wan.transformer import shapes

@@ -60,7 +60,8 @@ def lora_problems(lora: Lora, frozen: list[str] | None, config: TransformerConfi
     targets = [layer for layer in layers if any_names(lora.targets, layer)]
     problems += unknown_parts("recipe", "lora.ranks", lora.ranks or (), layers)
     for part in lora.ranks or ():
-        if any_names([part], layers) and not any_names([part], targets):
+        named = {layer for layer in layers if names_part(part, layer)}
+        if named and not named & {*targets}:
             remedy = "It has no adapter here. Add it to `lora.targets`, or leave it out."
             problems.append(problem("recipe", "lora.ranks", part, remedy))
     named = {layer.rpartition(".")[2] for layer in targets} & {*IMAGE_MAPS}

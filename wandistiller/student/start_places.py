@@ -14,7 +14,7 @@ from wandistiller.wan.added_lora import (
     read_added,
     with_experts,
 )
-from wandistiller.wan.full_models import require_no_full_model
+from wandistiller.wan.lora_experts import require_no_full_model
 from wandistiller.wan.lora_files import LowRank
 
 WHERE = "recipe: `lora.start`"
@@ -65,10 +65,8 @@ def start_problems(job: Any) -> list[str]:
             text = "changes layers that have no adapter here. Add to `lora.targets`"
             problems.append(f"{WHERE}: {text}: {', '.join(without)}.")
         if higher:
-            text = f"its rank is {max(higher.values())}. Write that as `lora.rank`, or more"
-            problems.append(
-                f"{WHERE}: {text}; or of these layers alone as `lora.ranks`: {json.dumps(higher)}."
-            )
+            text = f"its rank is {max(higher.values())}. Write that as `lora.rank`, or as `lora.ranks`"
+            problems.append(f"{WHERE}: {text} {json.dumps(higher)}.")
     return problems
 
 

@@ -120,10 +120,8 @@ def added_problems(
     problems = []
     for one in added:
         if not (experts := [expert for expert in configs if one.is_for(expert)]):
-            remedy = f"Write {BOTH}={one.file} if it is meant for what is here."
-            problems.append(
-                f"{where}: {one.file} is for the {one.said.in_words}, which is not here. {remedy}"
-            )
+            text = f"{one.file} is for the {one.said.in_words}, which is not here"
+            problems.append(f"{where}: {text}. Leave it out, or write {BOTH}={one.file}.")
         try:
             for expert in experts:
                 read_lora(Path(one.file), configs[expert], expert, weights=False)

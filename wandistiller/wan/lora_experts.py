@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.wan.damaged import unfinished
-from wandistiller.wan.full_models import require_no_full_model
 from wandistiller.wan.lora_files import experts_in
+from wandistiller.wan.weight_reader import DIFFUSERS_STEM
 
 FILES = {
     Expert.HIGH_NOISE: "pytorch_lora_weights.safetensors",
@@ -81,6 +81,30 @@ def _absent(name: str, path: Path) -> str:
         words = ["hf", "download", name, "--include", "*.safetensors", "--local-dir", path.name]
         return f"no such file here. If it is on the hub, run `{shlex.join(words)}`, and give the file."
     return "no such file. Fix the path, or put it back: a run that goes on needs its LoRA files too."
+
+
+def is_full_model(path: Path) -> bool:
+    """Return whether `path` is a pipeline's folder, a transformer's, or a file with a network's first map."""
+    if path.is_dir():
+        return (path / "transformer").is_dir() or any(path.glob(f"{DIFFUSERS_STEM}*.safetensors"))
+    try:
+        with safe_open(path, "pt") as opened:
+            return any(key.endswith("patch_embedding.weight") for key in opened.keys())
+    except (OSError, SafetensorError):
+        return False  # reported where it is read
+
+
+def require_no_full_model(name: str, teacher: str = "TEACHER", more: Iterable[object] = ()) -> None:
+    """Raise ConfigError if a whole network is given as a LoRA, with the command that makes one of it.
+
+    Args:
+        more: flags of the command.
+    """
+    if is_full_model(path := Path(name).expanduser()):
+        output = f"{path.name.removesuffix('.safetensors')}_lora"
+        words = ["wandistiller", "export", "--adapter", "--checkpoint", name, "--teacher_path", teacher]
+        command = shlex.join([*words, *map(str, more), "--output", output])
+        raise ConfigError(f"{name}: is a whole model. Make a LoRA of it: `{command}`, and give {output}.")
 
 
 def adapters_of(run: Path) -> list[Path]:

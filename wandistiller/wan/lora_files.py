@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import dataclass, field
 from functools import cache
 from math import isfinite, sqrt
 from pathlib import Path
@@ -16,16 +15,7 @@ from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import file_fingerprint, read_json
 from wandistiller.wan.damaged import cure
-from wandistiller.wan.lora_keys import (
-    ALPHA,
-    DIFFERENCE,
-    KEY,
-    A,
-    B,
-    is_of_low_noise,
-    lora_key,
-    other_method,
-)
+from wandistiller.wan.lora_keys import ALPHA, DIFFERENCE, KEY, A, B, is_of_low_noise, lora_key, other_method
 from wandistiller.wan.structure import split_name
 from wandistiller.wan.transformer import shapes
 from wandistiller.wan.transformer_config import TransformerConfig
@@ -52,18 +42,11 @@ class LowRank(NamedTuple):
         return self.a.shape[0]
 
 
-@dataclass(frozen=True)
-class LoraFile:
-    """The changes in a file, by the names of diffusers' layers."""
+class LoraFile(NamedTuple):
+    """The changes in a file, by the names of diffusers' layers, and the keys that change no such layer."""
 
     layers: dict[str, LowRank]
-    left_out: list[str] = field(default_factory=list)
-    """Keys that change no weight of a linear layer of the network."""
-
-    @property
-    def rank(self) -> int:
-        """The largest rank of a layer."""
-        return max(one.rank for one in self.layers.values())
+    left_out: list[str]
 
 
 def read_lora(
@@ -98,18 +81,18 @@ def read_lora(
             if config:
                 left_out += _leave_out_foreign(file, keys_of, config)
             for layer, keys in keys_of.items():
-                parts = {p: _tensor(file, opened, key, weights or p == ALPHA) for p, key in keys.items()}
+                parts = {p: _tensor(opened, key, weights or p == ALPHA) for p, key in keys.items()}
                 layers[layer] = _change(file, keys, parts)
                 if ALPHA not in parts and DIFFERENCE not in parts:
                     (a, b), names = layers[layer], [layer, KEY.fullmatch(keys[A])["layer"]]
                     layers[layer] = LowRank(a, b * _factor(file, settings, names, len(a)))
     except (OSError, SafetensorError) as error:
-        what = cure(file) if file.is_file() else None
-        what = what or f"cannot be read as a .safetensors file: {error}. Give a LoRA file."
-        raise ConfigError(f"{file}: {what}") from None
+        what = f"cannot be read as a .safetensors file: {error}. Give a LoRA file."
+        raise ConfigError(f"{file}: {file.is_file() and cure(file) or what}") from None
     here = shapes(config) if config else {}
-    for layer, (a, b) in layers.items() if config else ():
-        if (changed := [len(b), a.shape[1]]) != (shape := here[f"{layer}.weight"]):
+    for layer, (a, b) in layers.items():
+        changed = [len(b), a.shape[1]]
+        if (shape := here.get(f"{layer}.weight", changed)) != changed:
             text = f"its change of `{layer}` is of shape {changed}, and that is {shape} here"
             raise ConfigError(f"{file}: {text}. Give one that was made for it.")
     return LoraFile(layers, sorted(left_out))
@@ -126,28 +109,18 @@ def experts_in(file: Path) -> set[Expert]:
 
 
 def require_finite(file: Path) -> None:
-    """Read all tensors, one at a time.
-
-    Raises:
-        ConfigError: numbers that are not finite.
-    """
+    """Read all tensors, one at a time; raise ConfigError if one holds numbers that are not finite."""
     if key := _not_finite(file, file_fingerprint(file)):
-        raise ConfigError(_damaged(file, key))
+        text = "holds numbers that are not finite. Fetch or train the LoRA again"
+        raise ConfigError(f"{file}: tensor `{key}` {text}.")
 
 
 @cache
 def _not_finite(file: Path, fingerprint: str) -> str:
     """Return the first tensor of a file of this fingerprint with numbers that are not finite; or nothing."""
     with safe_open(file, "pt") as opened:
-        return next((key for key in opened.keys() if not _is_finite(opened.get_tensor(key))), "")
-
-
-def _is_finite(value: Tensor) -> bool:
-    return not value.numel() or bool(torch.stack(value.float().aminmax()).isfinite().all())
-
-
-def _damaged(file: Path, key: str) -> str:
-    return f"{file}: tensor `{key}` holds numbers that are not finite. Fetch or train the LoRA again."
+        tensors = ((key, opened.get_tensor(key).float()) for key in opened.keys())
+        return next((key for key, t in tensors if t.numel() and not sum(t.aminmax()).isfinite()), "")
 
 
 def _sorted_keys(file: Path, keys: list[str]) -> tuple[dict[str, dict[str, str]], list[str]]:
@@ -165,17 +138,15 @@ def _sorted_keys(file: Path, keys: list[str]) -> tuple[dict[str, dict[str, str]]
         else:
             layers[layer][part] = key
     if not layers:
-        raise ConfigError(
-            f"{file}: has no LoRA of a Wan transformer; its first key is {next(iter(keys), 'none')}. Give a "
-            "LoRA of linear layers."
-        )
+        text = f"has no LoRA of a Wan transformer; its first key is {next(iter(keys), 'none')}"
+        raise ConfigError(f"{file}: {text}. Give a LoRA of linear layers.")
     return layers, left_out
 
 
 def _leave_out_foreign(
     file: Path, keys_of: dict[str, dict[str, str]], config: TransformerConfig
 ) -> list[str]:
-    """Take out the layers that a network lacks, and return their keys.
+    """Take out the layers that a network lacks; return their keys.
 
     Raises:
         ConfigError: it lacks all of them, or has fewer blocks.
@@ -190,14 +161,11 @@ def _leave_out_foreign(
     return [key for layer in foreign for key in keys_of.pop(layer).values()]
 
 
-def _tensor(file: Path, opened: safe_open, key: str, weights: bool) -> Tensor:
+def _tensor(opened: safe_open, key: str, weights: bool) -> Tensor:
     """Read a tensor, float32; its shape alone unless its weights are wanted."""
-    if not weights:
-        return torch.empty(opened.get_slice(key).get_shape(), device="meta")
-    value = opened.get_tensor(key).float()
-    if not _is_finite(value):
-        raise ConfigError(_damaged(file, key))
-    return value
+    if weights:
+        return opened.get_tensor(key).float()
+    return torch.empty(opened.get_slice(key).get_shape(), device="meta")
 
 
 def _change(file: Path, keys: dict[str, str], parts: dict[str, Tensor]) -> LowRank:
@@ -255,8 +223,7 @@ def _settings(file: Path, metadata: dict[str, str], keys: list[str], expert: Exp
         config, where = read_json(beside), str(beside)
     elif alone:
         config = {ALPHA_OF_PEFT: alone}
-    of_both = any(key.startswith("transformer_2.") for key in config)
-    own = expert.value if of_both else "transformer"
+    own = expert.value if any(key.startswith("transformer_2.") for key in config) else "transformer"
     config = {key.removeprefix(f"{own}."): value for key, value in config.items()}
     if config.get("use_dora"):
         text = "has `use_dora`, and only LoRA is read. Give a LoRA, or merge it into the model that it is for"
@@ -272,14 +239,8 @@ def _factor(file: Path, settings: dict[str, Any], names: list[str], rank: int) -
     """
     of_parts, alpha = settings.get("alpha_pattern") or {}, settings.get(ALPHA_OF_PEFT)
     try:
-        alpha = next(
-            (
-                one
-                for part, one in of_parts.items()
-                if any(re.fullmatch(rf"(.*\.)?({part})", name) for name in names)
-            ),
-            alpha,
-        )
+        fits = (a for part, a in of_parts.items() for n in names if re.fullmatch(rf"(.*\.)?({part})", n))
+        alpha = next(fits, alpha)
         factor = 1.0 if alpha is None else float(alpha) / (sqrt(rank) if settings.get("use_rslora") else rank)
         if isfinite(factor):
             return factor

@@ -88,7 +88,7 @@ def _layer(name: str) -> str:
 
 
 def is_of_low_noise(key: str) -> bool:
-    """Return whether a key says that it is of the low-noise expert, as diffusers names that: transformer_2."""
+    """Return whether a key is of the low-noise expert, by diffusers' name of that: transformer_2."""
     return bool(PREFIX.match(key)["low_noise"])
 
 

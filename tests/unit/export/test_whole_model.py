@@ -86,7 +86,7 @@ def test_at_less_rank_and_with_targets_it_has_the_largest_directions_of_these(
     wanted[0, 0] = 4
     torch.testing.assert_close(changes_in(wan1, lora), {"blocks.1.attn1.to_q": wanted}, rtol=1e-5, atol=1e-4)
     assert (
-        "rank 1 keeps 64.00% of the squared difference of the targets; 66.67% of all"
+        "rank 1 keeps 64.00% of the squared difference of its layers; 66.67% of all"
         in capsys.readouterr().err
     )
 

@@ -94,7 +94,7 @@ WHOLE = {"student_config": {}, "max_steps": 1}
     [
         (
             {"rank": 2},
-            "its rank is 4. Write that as `lora.rank`, or more; or .* as `lora.ranks`: .*to_q",
+            "its rank is 4. Write that as `lora.rank`, or as `lora.ranks` .*to_q",
         ),
         ({"rank": 4, "targets": ["to_q"]}, "Add to `lora.targets`: attn1.to_k, attn1.to_out.0"),
     ],

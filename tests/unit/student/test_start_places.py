@@ -113,7 +113,7 @@ def test_a_file_for_an_expert_that_no_network_is_made_of_is_refused(
         assert text.startswith(
             f"recipe: `lora.start`: {file} is for the {side.replace('_', '-')} expert, which"
         )
-        assert f"Write both={file} if it is meant" in text
+        assert f"Leave it out, or write both={file}." in text
 
 
 def test_a_teacher_of_one_network_takes_a_file_of_any_name_and_no_low_noise_expert_s(

@@ -127,7 +127,7 @@ def test_the_identity_is_that_of_the_content_and_of_how_it_is_added(wan1: Path, 
         ({"file": "away.safetensors"}, "away.safetensors: cannot be read as a .safetensors file"),
         (
             {"file": "STYLE", "expert": "low_noise"},
-            "is for the low-noise expert, which is not here. Write",
+            "is for the low-noise expert, which is not here. Leave it out, or",
         ),
         ({"file": "WIDER"}, "its change of `blocks.0.attn1.to_q` is of shape [72, 64], and that is [64, 64]"),
     ],

@@ -124,17 +124,16 @@ class LoraFormat(ExportFormat):
                 f"it began with, made of {facts.init} weights, which is no pipeline that they could be added "
                 "to. Leave out --adapter and --format lora: the export then is a pipeline with them merged."
             )
-        if not facts.lora:
-            teacher = _teacher_of_same_shape(source)
+        teacher = None if facts.lora else _teacher_of_same_shape(source)
         for name in source.experts:
-            if facts.lora:
-                adapter = _trained(source, name)
-                if self.energy or self.rank or self.targets:
-                    changes = ((f"{layer}.weight", b @ a) for layer, (a, b) in _changes(adapter).items())
-                    adapter = self._extracted(source, name, changes)
-            else:
+            if teacher:
                 reader = WeightReader(teacher.path / name)
-                adapter = self._extracted(source, name, _differences(source.weights(name), reader))
+                yield self._extracted(source, name, _differences(source.weights(name), reader))
+                continue
+            adapter = _trained(source, name)
+            if self.energy or self.rank or self.targets:
+                changes = ((f"{layer}.weight", b @ a) for layer, (a, b) in _changes(adapter).items())
+                adapter = self._extracted(source, name, changes)
             yield adapter
 
     def _extracted(self, source: Source, name: str, changes: Iterable[tuple[str, Tensor]]) -> Adapter:
@@ -148,9 +147,8 @@ class LoraFormat(ExportFormat):
             extracted = extract(targets, changes, energy, rank)
         adapter = extracted.adapter
         print(
-            f"{name}: rank {adapter.rank} keeps {extracted.kept:.2%} of the squared difference "
-            f"of the {'linear layers' if self.targets is None else 'targets'}; {extracted.outside:.2%} of all "
-            "is in other weights, which this LoRA does not hold",
+            f"{name}: rank {adapter.rank} keeps {extracted.kept:.2%} of the squared difference of its "
+            f"layers; {extracted.outside:.2%} of all is in other weights, which it does not hold",
             file=sys.stderr,
         )
         if extracted.kept >= energy * (1 - 1e-6):
