@@ -59,10 +59,6 @@ def drawn(folder: Path, name: str, *words: str | Path, code: int = 0) -> dict[st
     return {file.name: file.read_bytes() for file in sorted((folder / name).glob("*.png"))}
 
 
-def both(file: Path) -> list[str]:
-    return [f"{expert}_noise={file}" for expert in ("high", "low")]
-
-
 def refused(*words: str | Path) -> str:
     return wandistiller(*words, "--prompts", *PROMPTS, "--output", "nowhere", code=2).stderr
 
@@ -103,19 +99,6 @@ def test_a_lora_of_strength_0_is_the_pipeline_itself_bitwise(folder: Path, wan1:
     plain = drawn(folder, "plain", "--model", wan1, "--steps", "3")
     words = ["--model", wan1, "--steps", "3", "--lora", file]
     assert drawn(folder, "none", *words, "--strength", "0") == plain != drawn(folder, "whole", *words)
-
-
-def test_two_experts_take_the_files_that_name_them(folder: Path, wan2: Path) -> None:
-    high, low = (
-        style(wan2, folder / f"{side}_noise.safetensors", "ffn", seed=s)
-        for s, side in enumerate(("high", "low"))
-    )
-    words = ["--model", wan2, "--steps", "3", "--lora"]
-    by_name = drawn(folder, "by_name", *words, high, low)
-    other = [file.rename(folder / f"{n}.safetensors") for n, file in enumerate((high, low))]
-    assert by_name == drawn(folder, "said", *words, f"low_noise={other[1]}", f"high_noise={other[0]}")
-    each = drawn(folder, "each", *words, f"both={other[0]}")
-    assert by_name != each == drawn(folder, "both", *words, *both(other[0]))
 
 
 def test_an_exported_folder_of_two_experts_is_added_as_its_run_s_files(folder: Path, wan2: Path) -> None:

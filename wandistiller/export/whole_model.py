@@ -1,5 +1,6 @@
 """A whole network that no run here made, as the source of a LoRA: what it changes of a teacher's weights."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -71,7 +72,7 @@ def read_whole_model(given: str, teacher_path: str) -> WholeModel:
         ConfigError: it is no whole model, or nothing says of which expert it is.
     """
     side, name = split_side(given)
-    place, teacher = Path(name).expanduser(), open_wan(teacher_path)
+    place, teacher = Path(os.path.expanduser(name)), open_wan(teacher_path)
     if not is_full_model(place):
         remedy = "Give a pipeline's folder, a transformer's, or a .safetensors file of the whole network."
         raise ConfigError(f"{name}: is no whole Wan model. {remedy}")

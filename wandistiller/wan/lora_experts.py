@@ -1,6 +1,7 @@
 """The files that a LoRA's name means, and the expert of a Wan that each is for."""
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterable, Sequence
@@ -52,7 +53,7 @@ def files_of(name: str, side: str = "") -> list[Path]:
     Raises:
         ConfigError: there is no such file, or a folder does not say which.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if not path.exists():
         raise ConfigError(f"{name}: {_absent(name, path)}")
     known = [[path / file for file in FILES.values()], adapters_of(path), [path / OF_PEFT]]
@@ -100,7 +101,7 @@ def require_no_full_model(name: str, teacher: str = "TEACHER", more: Iterable[ob
     Args:
         more: flags of the command.
     """
-    if is_full_model(path := Path(name).expanduser()):
+    if is_full_model(path := Path(os.path.expanduser(name))):
         output = f"{path.name.removesuffix('.safetensors')}_lora"
         words = ["wandistiller", "export", "--adapter", "--checkpoint", name, "--teacher_path", teacher]
         command = shlex.join([*words, *map(str, more), "--output", output])

@@ -47,12 +47,6 @@ def test_each_of_two_experts_takes_the_file_of_its_name(name: str, wan2: Path, t
     torch.testing.assert_close(found, [change_in(file) for file in files])
 
 
-def test_what_is_said_goes_before_the_name(wan2: Path, tmp_path: Path) -> None:
-    high, low = pair(wan2, tmp_path, "lora_{}_fp16")
-    found = changes(read_candidate(str(wan2), [f"low_noise={high}", f"high_noise={low}"]).folder)
-    torch.testing.assert_close(found, [change_in(low), change_in(high)])
-
-
 def test_a_folder_of_two_files_for_diffusers_is_added_file_by_expert_with_its_facts(
     wan2: Path, tmp_path: Path
 ) -> None:
@@ -71,13 +65,6 @@ def test_two_styles_are_added_to_both_experts(wan2: Path, tmp_path: Path) -> Non
     wanted = sum(change_in(file) for file in files)
     found = changes(read_candidate(str(wan2), [f"both={file}" for file in files]).folder)
     torch.testing.assert_close(found, [wanted, wanted])
-
-
-def test_the_files_of_two_experts_are_refused_for_one_network(wan1: Path, tmp_path: Path) -> None:
-    files = [str(file) for file in pair(wan1, tmp_path, "lora_{}_fp16")]
-    with pytest.raises(ConfigError, match="and here is one network. Give the file of one"):
-        _ = read_candidate(str(wan1), files).folder
-    assert len(read_candidate(str(wan1), files[:1]).folder.added) == 1
 
 
 @pytest.mark.parametrize(("base", "strange"), [("transformer", False), ("transformer_2", True)])
@@ -137,23 +124,13 @@ def test_of_a_run_s_folder_only_the_files_that_it_ended_with_are_taken(
     assert [file.name for file in adapters_of(tmp_path)] == names
 
 
-def test_a_file_in_a_folder_whose_name_has_an_equals_sign_is_for_the_expert_that_is_said(
-    wan2: Path, tmp_path: Path
-) -> None:
-    file = style(wan2, tmp_path / "lr=1e-4" / "a.safetensors", "to_q")
-    (one,) = read_candidate(str(wan2), [f"low_noise={file}"]).added
-    assert (one.expert, one.file) == ("low_noise", str(file))
-
-
 def test_beside_a_student_of_one_expert_alone_a_file_of_the_other_is_refused(
     wan2: Path, tmp_path: Path
 ) -> None:
     made = {"teacher_path": str(wan2), "bases": ["transformer_2"]}
     own = style(wan2, tmp_path / "own.safetensors", "to_q", metadata={"wandistiller": json.dumps(made)})
     other = style(wan2, tmp_path / "other.safetensors", "to_q")
-    with pytest.raises(
-        ConfigError, match=f"{other} is for the high-noise expert, which is not here. L"
-    ):
+    with pytest.raises(ConfigError, match=f"{other} is for the high-noise expert, which is not here. L"):
         _ = read_candidate(str(wan2), [str(own), f"high_noise={other}"]).folder
 
 

@@ -107,12 +107,6 @@ def test_a_start_that_does_not_fit_is_refused_before_weights_are_read(
         read_job(RunConfig(**given, lora=lora | {"start": str(published)}), 1)
 
 
-def test_a_start_for_another_teacher_is_refused(published: Path, wide: Path, tmp_path: Path) -> None:
-    given = recipe(tmp_path, wide, output_dir=str(tmp_path / "run"), **WHOLE)
-    with pytest.raises(ConfigError, match="has 1 block.*. Give one that was made for it"):
-        read_job(RunConfig(**given, lora={"rank": 4, "start": f"both={published}"}), 1)
-
-
 def test_adapters_alone_need_no_student_config_and_are_of_the_whole_teacher(
     wan2: Path, tmp_path: Path, one_rank: torch.device
 ) -> None:

@@ -87,7 +87,7 @@ def test_a_recipe_s_files_of_two_experts_or_the_folder_of_them_go_each_to_its_ow
 def test_the_ways_to_write_an_expert_mean_the_same(
     wan2: Path, tmp_path: Path, one_rank: torch.device
 ) -> None:
-    low, both = (str(style(wan2, tmp_path / "x" / f"{n}.safetensors", "to_q", seed=n)) for n in (1, 2))
+    low, both = (str(style(wan2, tmp_path / "lr=1" / f"{n}.safetensors", "to_q", seed=n)) for n in (1, 2))
     older = added(wan2, {"file": low, "expert": "low_noise"}, both)
     for given in (
         [{"file": low, "expert": "low_noise"}, {"file": both, "expert": "both"}],

@@ -1,4 +1,4 @@
-"""LoRA files in the names of diffusers, ComfyUI and kohya's trainers: the same changes of the same layers."""
+"""LoRA files: the factors of their layers, and what is no such file."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from torch import Tensor
 from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.keyed_random import keyed_normal
-from wandistiller.wan.lora_files import LoraFile, read_lora, require_finite
+from wandistiller.wan.lora_files import read_lora, require_finite
 
 RANK, ALPHA = 4, 2.0
 LAYERS = {
@@ -31,45 +31,15 @@ def factors(layer: str) -> tuple[Tensor, Tensor]:
     return keyed_normal((RANK, inputs), layer, "a"), keyed_normal((outputs, RANK), layer, "b")
 
 
-def of_diffusers(folder: Path) -> Path:
-    state = {}
-    for layer in LAYERS:
-        a, b = factors(layer)
-        state |= {f"{layer}.lora_A.weight": a, f"{layer}.lora_B.weight": b}
-    config = {"r": RANK, "lora_alpha": ALPHA, "target_modules": list(LAYERS)}
-    WanPipeline.save_lora_weights(folder, state, transformer_lora_adapter_metadata=config)
-    return folder / "pytorch_lora_weights.safetensors"
-
-
-def of_names(file: Path, name: str, down: str, up: str) -> Path:
-    """A file with alpha in tensors of its own."""
+def made(folder: Path) -> Path:
+    """A file for ComfyUI."""
     state = {}
     for layer, (original, _) in LAYERS.items():
         a, b = factors(layer)
-        own = name.format(original if "." in name else original.replace(".", "_"))
-        state |= {f"{own}.{down}.weight": a, f"{own}.{up}.weight": b, f"{own}.alpha": torch.tensor(ALPHA)}
-    save_file(state, file)
-    return file
-
-
-def made(form: str, folder: Path) -> Path:
-    if form == "diffusers":
-        return of_diffusers(folder)
-    name, down, up = {
-        "comfy": ("diffusion_model.{}", "lora_A", "lora_B"),
-        "comfy, older": ("diffusion_model.{}", "lora_down", "lora_up"),
-        "kohya": ("lora_unet_{}", "lora_down", "lora_up"),
-    }[form]
-    return of_names(folder / "file.safetensors", name, down, up)
-
-
-@pytest.mark.parametrize("form", ["diffusers", "comfy", "comfy, older", "kohya"])
-def test_every_reader_s_names_give_the_same_changes(form: str, tmp_path: Path) -> None:
-    found = read_lora(made(form, tmp_path))
-    assert found.layers.keys() == LAYERS.keys() and found.left_out == []
-    for layer, (a, b) in found.layers.items():
-        down, up = factors(layer)
-        torch.testing.assert_close(b @ a, ALPHA / RANK * (up @ down))
+        key = f"diffusion_model.{original}.lora_{{}}.weight".format
+        state |= {key("A"): a, key("B"): b}
+    save_file(state, folder / "file.safetensors")
+    return folder / "file.safetensors"
 
 
 def test_each_layer_has_the_factor_of_its_own_rank_and_alpha(tmp_path: Path) -> None:
@@ -85,16 +55,11 @@ def test_each_layer_has_the_factor_of_its_own_rank_and_alpha(tmp_path: Path) -> 
     torch.testing.assert_close(found[second].b @ found[second].a, 3 / 2 * (d[:, :2] @ c[:2]))
 
 
-@pytest.mark.parametrize("form", ["diffusers", "comfy", "comfy, older", "kohya"])
-def test_without_weights_the_shapes_are_known_from_the_header(form: str, tmp_path: Path) -> None:
-    found = read_lora(made(form, tmp_path), weights=False)
+def test_without_weights_the_shapes_are_known_from_the_header(tmp_path: Path) -> None:
+    found = read_lora(made(tmp_path), weights=False)
     shapes = {layer: (b.shape[0], a.shape[1]) for layer, (a, b) in found.layers.items()}
     assert shapes == {layer: shape for layer, (_, shape) in LAYERS.items()}
     assert all(a.is_meta for a, _ in found.layers.values())
-
-
-def read_without_weights(file: Path) -> LoraFile:
-    return read_lora(file, weights=False)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +79,7 @@ def test_another_file_is_refused_with_what_is_in_it(
     else:
         file.write_bytes(b"no weights")
     with pytest.raises(ConfigError, match=text):
-        read_without_weights(file)
+        read_lora(file, weights=False)
 
 
 def test_alpha_of_a_part_may_be_under_the_name_of_the_file_s_own_keys(tmp_path: Path) -> None:
@@ -131,7 +96,7 @@ def test_alpha_of_a_part_may_be_under_the_name_of_the_file_s_own_keys(tmp_path: 
 def test_numbers_that_are_not_finite_are_named_by_file_and_tensor(
     part: str, value: float, tmp_path: Path
 ) -> None:
-    state = load_file(file := made("comfy", tmp_path))
+    state = load_file(file := made(tmp_path))
     state[key := f"diffusion_model.blocks.0.self_attn.q.{part}.weight"][0, 1] = value
     save_file(state, file)
     with pytest.raises(ConfigError) as raised:

@@ -87,8 +87,6 @@ class LoraFormat(ExportFormat):
             problems.append(problem("command line", "energy", self.energy, "Write a share over 0, up to 1."))
         if self.rank is not None and self.rank < 1:
             problems.append(problem("command line", "rank", self.rank, "Write a positive integer."))
-        if self.teacher_path == "":
-            problems.append(problem("command line", "teacher_path", "", "Write a folder or a hub id."))
         return problems
 
     def write(self, source: Source, output: Path) -> list[Path]:
