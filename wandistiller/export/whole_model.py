@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,7 +12,7 @@ from wandistiller.export.source import Source
 from wandistiller.utils.errors import ConfigError
 from wandistiller.wan.lora_experts import BOTH, is_full_model, sides_of, split_side
 from wandistiller.wan.original_names import original_name
-from wandistiller.wan.pipeline import WanFolder, open_wan
+from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.transformer import shapes
 from wandistiller.wan.weight_reader import WeightReader
 
@@ -31,10 +30,6 @@ class WholeModel(Source):
     @property
     def sides(self) -> list[str]:
         return [expert.value for expert in open_wan(self.facts.teacher_path).configs]
-
-    def teacher(self, weights: bool) -> WanFolder:
-        folder = super().teacher(weights)
-        return replace(folder, configs={e: c for e, c in folder.configs.items() if e.value in self.experts})
 
     def weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Yield name and value of each weight of one expert, float32.

@@ -1,6 +1,5 @@
 """LoRA files of whole models that others made: the teacher plus changes of known rank, in every form."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -153,9 +152,3 @@ def test_without_a_teacher_a_whole_model_is_asked_for_one(
     words = ["--checkpoint", str(place), "--output", str(tmp_path / "lora")]
     assert main(["export", "--adapter", *words]) == 2
     assert "is a whole model. Say with --teacher_path which pipeline" in capsys.readouterr().err
-
-
-def test_its_file_names_its_teacher(wan1: Path, tmp_path: Path) -> None:
-    lora = made(wan1, stored(whole_model(wan1)[0], tmp_path / "full"), tmp_path / "lora")
-    facts = json.loads((lora / "wandistiller.json").read_text())
-    assert facts["teacher_path"] == wan1.name and "few_steps of" not in (lora / "README.md").read_text()

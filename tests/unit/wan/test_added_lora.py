@@ -64,26 +64,6 @@ def test_a_file_for_one_expert_leaves_the_other_as_it_is(wan2: Path, tmp_path: P
     assert not torch.equal(weight(folder, Expert.LOW_NOISE), weight(plain, Expert.LOW_NOISE))
 
 
-@pytest.mark.parametrize(
-    "names", [("my_HIGH_v1", "my_LOW_v1"), ("pytorch_lora_weights", "pytorch_lora_weights_2")]
-)
-def test_a_recipe_s_files_of_two_experts_or_the_folder_of_them_go_each_to_its_own(
-    names: tuple[str, str], wan2: Path, tmp_path: Path, one_rank: torch.device
-) -> None:
-    files = [
-        str(style(wan2, tmp_path / "two" / f"{n}.safetensors", "to_q", seed=i)) for i, n in enumerate(names)
-    ]
-    sides = {"high_noise": files[0], "low_noise": files[1]}
-    wanted = added(wan2, *({"file": file, "expert": side} for side, file in sides.items()))
-    folder = [str(tmp_path / "two")] if names[0] == "pytorch_lora_weights" else []
-    for given in (files, *folder):
-        job = job_of(recipe(tmp_path, wan2, output_dir=str(tmp_path / "run"), teacher_lora=given))
-        assert job.folder.identity == wanted.identity
-        assert {one["expert"]: one["file"] for one in job.run.teacher_lora} == sides
-        for expert in Expert:
-            assert torch.equal(weight(job.folder, expert), weight(wanted, expert))
-
-
 def test_the_ways_to_write_an_expert_mean_the_same(
     wan2: Path, tmp_path: Path, one_rank: torch.device
 ) -> None:

@@ -58,10 +58,6 @@ pipe = {pipeline}.from_pretrained("{base}")
 ```
 """
 LESS = "it keeps {kept:.1%} of the difference to the teacher, not the {energy:.1%} asked for"
-OF_A_MODEL = """# A LoRA of {name}
-
-What it changes of the linear layers of `{teacher}`. {rank}.
-"""
 ENERGY, RANK = 0.99, 128
 """Usual values of the flags."""
 
@@ -108,7 +104,7 @@ class LoraFormat(ExportFormat):
                     WanPipeline.save_lora_weights(folder, adapter.state, weight_name=file.name, **config)
             names = [file.name for file in files]
             if isinstance(source, WholeModel):
-                write_model_s_card(folder, source, ranks)
+                write_json(folder / FACTS, source.published.as_json())
             else:
                 write_adapter_card(folder, source, self.repository, ranks, names, comfy and target.name)
         return [*files, target] if comfy else [target]
@@ -168,7 +164,7 @@ def _teacher_of_same_shape(source: Source) -> WanFolder:
     facts, teacher = source.facts, source.teacher(weights=True)
     own, theirs = facts.transformer, teacher.config.raw
     different = [key for key, value in own.items() if theirs.get(key, value) != value]
-    if different or {*source.experts} != {e.value for e in teacher.configs}:
+    if different or {*source.sides} != {e.value for e in teacher.configs}:
         keys = ", ".join(f"`{key}`" for key in different) or "`experts`"
         raise ConfigError(
             f"{source.folder}: its student differs from {facts.teacher_path} in {keys}, "
@@ -310,10 +306,3 @@ def write_adapter_card(
         text += f"\nFor ComfyUI put {joined(files)} into `models/loras`, for {model}.\n"
         text += comfy_nodes(facts, "LoraLoaderModelOnly")
     write_card(folder, source, "adapter", text)
-
-
-def write_model_s_card(folder: Path, source: WholeModel, rank: str) -> None:
-    """Write README.md of a LoRA of a whole model, of which no more is known, and the facts as JSON."""
-    names = {"name": source.folder.name, "teacher": source.published.teacher_path}
-    (folder / "README.md").write_text(OF_A_MODEL.format(**names, rank=rank), encoding="utf-8")
-    write_json(folder / FACTS, source.published.as_json())
