@@ -59,14 +59,12 @@ def files_of(name: str, side: str = "") -> list[Path]:
     known = [[path / file for file in FILES.values()], adapters_of(path), [path / OF_PEFT]]
     files = next((there for group in known if (there := [f for f in group if f.is_file()])), [])
     if not files and any((path / file).is_file() for file in OF_RUNS):
-        words = ["wandistiller", "export", "--adapter", "--checkpoint", name, "--output", f"{path.name}_lora"]
-        remedy = f"Give it as the model, or make a LoRA of it: `{shlex.join(words)}`."
-        raise ConfigError(f"{name}: is a run of a whole model. {remedy}")
+        raise ConfigError(f"{name}: is a run of a whole model, not of adapters. Give it as the model.")
     if not files:
         require_no_full_model(name)
         files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     by_expert = {expert_of(file): file for file in files}
-    if len(files) != 1 and by_expert.keys() != {*Expert}:
+    if len(files) != 1 and not len(files) == 2 == len(by_expert.keys() & {*Expert}):
         listed = f"several files: {', '.join(f.name for f in files)}" if files else "no .safetensors file"
         raise ConfigError(f"{name}: is a folder with {listed}. Name the LoRA file.")
     return [by_expert[Expert.of_key(side)]] if len(files) == 2 and side not in ("", BOTH) else files

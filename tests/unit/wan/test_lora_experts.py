@@ -98,7 +98,7 @@ def test_a_folder_of_peft_of_one_file_or_of_a_published_pair_is_read(
     assert files_of(str(tmp_path / "it")) == files
 
 
-@pytest.mark.parametrize("names", [["a", "b"], ["high", "low", "other"], []])
+@pytest.mark.parametrize("names", [["a", "b"], ["high", "low", "low_2"], []])
 def test_of_other_folders_the_file_is_asked_for(names: list[str], tmp_path: Path) -> None:
     (tmp_path / "it").mkdir()
     for name in names:
