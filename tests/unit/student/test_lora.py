@@ -13,6 +13,7 @@ from states import state
 from torch import Tensor
 from trainers import job_of
 
+from wandistiller.cli.main import main
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.student.lora import Lora, add_lora, begin_with
@@ -84,6 +85,21 @@ def test_adapters_of_a_higher_rank_begin_as_the_file(published: Path, wan1: Path
             teacher.get_parameter(".".join([*path, leaf, "weight"])).data += b.float() @ a.float()
     torch.testing.assert_close(sampled(model), sampled(teacher), rtol=1e-5, atol=1e-6)
     assert not torch.equal(sampled(model), before)
+
+
+def test_an_export_at_less_rank_has_the_largest_directions_of_a_run_s_adapters(
+    published: Path, tmp_path: Path
+) -> None:
+    words = ["export", "--checkpoint", str(published.parent / "run"), "--adapter", "--dtype", "float32"]
+    for name, flags in (("whole", []), ("cut", ["--rank", "2", "--energy", "1"])):
+        assert main([*words, "--output", str(tmp_path / name), *flags]) == 0
+    whole, cut = (
+        read_lora(tmp_path / name / "pytorch_lora_weights.safetensors").layers for name in ("whole", "cut")
+    )
+    assert whole.keys() == cut.keys() and {one.rank for one in cut.values()} == {2}
+    for layer, (a, b) in whole.items():
+        u, s, vh = torch.linalg.svd(b @ a)
+        torch.testing.assert_close(cut[layer].b @ cut[layer].a, (u[:, :2] * s[:2]) @ vh[:2])
 
 
 WHOLE = {"student_config": {}, "max_steps": 1}
