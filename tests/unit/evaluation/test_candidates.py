@@ -124,16 +124,6 @@ def test_of_a_run_s_folder_only_the_files_that_it_ended_with_are_taken(
     assert [file.name for file in adapters_of(tmp_path)] == names
 
 
-def test_beside_a_student_of_one_expert_alone_a_file_of_the_other_is_refused(
-    wan2: Path, tmp_path: Path
-) -> None:
-    made = {"teacher_path": str(wan2), "bases": ["transformer_2"]}
-    own = style(wan2, tmp_path / "own.safetensors", "to_q", metadata={"wandistiller": json.dumps(made)})
-    other = style(wan2, tmp_path / "other.safetensors", "to_q")
-    with pytest.raises(ConfigError, match=f"{other} is for the high-noise expert, which is not here. L"):
-        _ = read_candidate(str(wan2), [str(own), f"high_noise={other}"]).folder
-
-
 def test_a_student_on_the_hub_is_sampled_as_its_run_says(
     wan1: Path, copy_of: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

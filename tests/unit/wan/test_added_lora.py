@@ -80,12 +80,6 @@ def test_the_ways_to_write_an_expert_mean_the_same(
         assert job_of(again).folder.identity == older.identity
 
 
-@pytest.mark.parametrize("given", ["", {"low_noise": ""}])
-def test_an_empty_name_is_refused(given: Any, wan2: Path, tmp_path: Path, one_rank: torch.device) -> None:
-    with pytest.raises(ConfigError, match=r"`teacher_lora\..*` is \"\". Write text."):
-        job_of(recipe(tmp_path, wan2, output_dir=str(tmp_path / "run"), teacher_lora=given))
-
-
 def test_the_identity_is_that_of_the_content_and_of_how_it_is_added(wan1: Path, tmp_path: Path) -> None:
     first, other = (style(wan1, tmp_path / f"{n}.safetensors", "to_q", seed=n) for n in (1, 2))
     moved = first.rename(tmp_path / "moved.safetensors")
