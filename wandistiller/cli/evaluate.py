@@ -66,7 +66,7 @@ def evaluate(evaluation: Evaluation, ranks: Ranks = ALONE) -> Evaluated:
     announce("teacher", evaluation.teacher_sampling)
     teacher = evaluator.teacher()
     announce("student", evaluation.student_sampling)
-    for line in added_lines(evaluation.student.added):
+    for line in added_lines(evaluation.student.added, evaluation.student.configs):
         collectives.log0("%s", line)
     student, errors = evaluator.student()
     result, rows = summary(evaluation, collectives.gather_objects((teacher, student, errors)))

@@ -12,12 +12,10 @@ from wandistiller.data.dataset import GIVEN, MediaType
 from wandistiller.data.media import LETTERBOX
 from wandistiller.experts import Expert
 from wandistiller.student.config import IMPORTANCE, transformer_folder
-from wandistiller.student.full_start import full_starts
-from wandistiller.student.start_places import start_places
+from wandistiller.student.start_places import start_bases, start_files
 from wandistiller.teacher.teacher_json import quantized_facts
-from wandistiller.utils.files import digest, ends_of_files, file_digest, fingerprint, write_json
+from wandistiller.utils.files import digest, ends_of_files, fingerprint, write_json
 from wandistiller.wan.added_lora import as_settings
-from wandistiller.wan.full_models import content, is_full_model
 
 STILLS = (MediaType.IMAGE, *GIVEN)
 
@@ -101,11 +99,14 @@ def tuning(job: Job) -> dict[str, Any]:
 
 def adapters(job: Job) -> dict[str, Any]:
     """Return the settings of adapters, with what they begin with by its content, wherever it lies."""
-    lora, starts = job.run.lora, {e.value: content(place) for e, place in full_starts(job).items()}
-    files = {expert: place for expert, place in start_places(job).items() if not is_full_model(place)}
-    if not isinstance(lora.get("start"), dict):  # as in earlier versions one file counts for both
-        files = dict.fromkeys(Expert, files.get(Expert.HIGH_NOISE)) | files if files else {}
-    starts |= {expert.value: file_digest(file) for expert, file in files.items()}
+    lora, files = job.run.lora, start_files(job)
+    starts: dict[str, Any] = {}
+    for network, base in start_bases(job).items():
+        if own := [one for one in files if one.is_for(base)]:
+            plain = len(own) == 1 and own[0].strength == 1
+            starts[network.value] = own[0].digest if plain else digest([one.identity for one in own])
+    if isinstance(lora.get("start"), str) and starts:  # as in earlier versions one file counts for both
+        starts = dict.fromkeys((e.value for e in Expert), next(iter(starts.values()))) | starts
     kept = {key: value for key, value in lora.items() if key != "start"}
     return kept | ({"start": starts} if starts else {})
 

@@ -58,6 +58,11 @@ class Source(NamedTuple):
         return self.facts.experts
 
     @property
+    def sides(self) -> list[str]:
+        """Folder names of the experts that names of files tell apart."""
+        return self.experts
+
+    @property
     def description(self) -> str:
         """One line for a file's metadata: the teacher, and how to sample."""
         facts = self.published
@@ -84,11 +89,16 @@ class Source(NamedTuple):
         file is closed.
         """
         model = transformer.meta_transformer(self.facts.config)
+        for parameter, value in self.weights(name):
+            cast = value.to(transformer.parameter_dtype(parameter, dtype), copy=True)
+            transformer.set_parameter(model, parameter, cast)
+        return model
+
+    def weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and value of each weight of one expert as it was trained, as `network` has them."""
         for parameter, value in loading.read_weights(self.folder, Expert(name), self.facts.averaged):
             if not parameter.startswith(PROJECTIONS):
-                cast = value.to(transformer.parameter_dtype(parameter, dtype), copy=True)
-                transformer.set_parameter(model, parameter, cast)
-        return model
+                yield parameter, value
 
     def adapters(self, name: str) -> WanTransformer3DModel:
         """One expert with its adapters; its other weights take no memory, and are not its own."""

@@ -123,7 +123,7 @@ class WanFolder:
         folder = self.path / expert.value
         if not self.added:
             return WeightReader(folder)
-        return MergingReader(folder, added_changes(self.added, expert))
+        return MergingReader(folder, added_changes(self.added, self.configs[expert], expert))
 
     def latent_shape(self, height: int, width: int, num_frames: int) -> tuple[int, int, int, int]:
         """Return (C, F, H, W) of one sample of the given size in pixels and frames."""

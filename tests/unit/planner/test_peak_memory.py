@@ -293,7 +293,8 @@ def test_loras_added_to_a_teacher_are_in_cpu_memory_while_its_weights_are_read(
     down, up = torch.zeros(64, 5120, dtype=torch.bfloat16), torch.zeros(13824, 64, dtype=torch.bfloat16)
     layer = "transformer.blocks.0.ffn.net.0.proj"
     save_file({f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}, tmp_path / "style.safetensors")
-    given = {"teacher_lora": str(tmp_path / "style.safetensors"), "student_config": {}, "lora": {"rank": 4}}
+    style = f"both={tmp_path / 'style.safetensors'}"
+    given = {"teacher_lora": style, "student_config": {}, "lora": {"rank": 4}}
     run = job(published, ONE_24, teacher_deepspeed_config=f"ds_configs/teacher/{placement}.json", **given)
     phases = plan(run, ONE_24, coding=False)
     factors, weight = (64 * (5120 + 13824) * 4, 2 * 4 * 5120 * 13824)
