@@ -55,7 +55,7 @@ def targets(
     objective: Objective, teacher: Teacher | None, batches: dict[str, Batch]
 ) -> list[Prediction | None]:
     """What the terms match, for a student whose velocity is 0."""
-    schedule = FlowSchedule(shift=3, boundary=None, seed=0, global_batch=2)
+    schedule = FlowSchedule(shift=3, boundary=None, seed=0)
     networks = Networks(zero)
     (predicted,) = objective.predictions(teacher, [batches])
     return objective.targets(predicted, batches, networks, schedule)

@@ -276,24 +276,6 @@ def test_a_run_goes_on_bit_for_bit_with_its_base_shared_or_not(
     assert [name for name, t in theirs.items() if not torch.equal(ours[name], t)] == []
 
 
-def test_adapters_that_start_from_a_run_with_weights_of_its_own_learn_on_any_teacher_what_they_do_on_copies(
-    folder: Path, wan2: Path
-) -> None:
-    """As runs before the shared base left them: the network in the checkpoint, no `bases` in its facts.
-
-    Of the same first run on the teacher's base the adapters go on; here new ones begin at zero. So only the
-    first loss is the same.
-    """
-    older = trained(folder, wan2, "older", COPIES, student_config={"init": str(wan2 / "transformer_2")})
-    assert read_source(older).facts.bases is None
-    newer = trained(folder, wan2, "newer", COPIES)
-    assert losses(newer) == losses(older)
-    after = {"student_config": {"init": str(older)}, "max_steps": 2}
-    reference = trained(folder, wan2, "after_copies", COPIES, **after)
-    assert_same(trained(folder, wan2, "after_streamed", PLACEMENTS["streamed"], **after), reference)
-    shared = after | {"student_config": {"init": str(newer)}}
-    followed = trained(folder, wan2, "after_newer", PLACEMENTS["streamed"], **shared)
-    assert losses(followed)[0] == pytest.approx(losses(reference)[0], rel=1e-5)
 
 
 def test_the_exported_student_is_the_teacher_with_the_adapters_added(streamed: Path, wan2: Path) -> None:

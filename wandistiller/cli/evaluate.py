@@ -164,6 +164,7 @@ def _samplings(flags: EvaluateFlags, facts: Facts, teacher: WanFolder) -> tuple[
         guidance_scale=_given(flags.guidance_scale, facts.guidance_scale, high),
         guidance_scale_2=second,
         negative_prompt=_given(flags.negative_prompt, facts.negative_prompt, WAN_NEGATIVE_PROMPT),
+        shift=facts.shift,
     ), Sampling(**size, steps=steps)
 
 

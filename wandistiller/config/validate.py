@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from wandistiller.batch import PATH
 from wandistiller.checkpoint import resume
 from wandistiller.config.cross_checks import combined_problems, own_problems, replicas
+from wandistiller.config.identity import end_of, resumed
 from wandistiller.config.job import Job
-from wandistiller.config.resumed import end_of, resumed
 from wandistiller.config.run_config import AUTO, DEFAULT_ENGINE, ZERO, RunConfig
 from wandistiller.config.start import Start, read_start
 from wandistiller.data.dataset import GIVEN, PromptDataset, read_dataset

@@ -73,6 +73,8 @@ class Sampling:
     guidance_scale: float = 1.0
     guidance_scale_2: float | None = None
     negative_prompt: str | None = None
+    shift: float | None = None
+    """Of a teacher's noise levels, as its student's run had; None: the pipeline's own."""
 
 
 def number_problems(where: str, settings: Mapping[str, object]) -> list[str]:
@@ -170,7 +172,7 @@ def draw(
         return {}
 
     settings = asdict(sampling) | _images(folder, reader, samples)
-    steps = settings.pop("steps")
+    steps, _ = settings.pop("steps"), settings.pop("shift")  # the scheduler has it
     with _noise_between_steps(pipeline, seeds):
         frames_BFHWC = pipeline(
             prompt=[sample.item.prompt for sample in samples],

@@ -54,6 +54,6 @@ def comfy_nodes(facts: Facts, loader: str) -> str:
 
 def split_step(facts: Facts, steps: int) -> int:
     """The steps of the high-noise expert, by ComfyUI's scheduler `simple` as by diffusers."""
-    path = FlowSchedule(facts.shift, facts.boundary, seed=0, global_batch=1)
+    path = FlowSchedule(facts.shift, facts.boundary, seed=0)
     sigmas = [round(path.shifted(1 - step / steps), 6) for step in range(steps)]
     return sum(expert_at(sigma, path.boundary) is Expert.HIGH_NOISE for sigma in sigmas)

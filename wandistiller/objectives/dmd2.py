@@ -84,11 +84,10 @@ def drawn(
 
     Args:
         shape: of a latent, CFHW.
-        sample_index_B: global sample indices, all in one expert block.
+        sample_index_B: global sample indices.
     """
-    of_block = update, schedule.block(sample_index_B, update)
     exits = schedule.exits()
-    exit_ = exits[int(schedule.uniform("exit", *of_block) * len(exits))]
+    exit_ = exits[int(schedule.uniform("exit", update, 0) * len(exits))]
     end = schedule.handover if schedule.trained is Expert.HIGH_NOISE else 0.0
     renewed = exit_ if schedule.few.sampler == RENOISE else 0
     # the names are part of the random numbers' keys
@@ -96,7 +95,7 @@ def drawn(
         torch.stack([keyed_normal(shape, schedule.seed, kind, update, i) for i in sample_index_B])
         for kind in ("start", "judged noise", *(f"fresh {call}" for call in range(renewed)))
     )
-    expert = schedule.draw_expert(*of_block)
+    expert = schedule.draw_expert(update)
     sigmas = [schedule.draw_sigma(expert, update, i) for i in sample_index_B]
     least, most = RENOISED
     sigma_B = torch.tensor(sigmas, dtype=torch.float32).clamp(end + least, most)

@@ -11,7 +11,7 @@ from itertools import chain, groupby
 from math import ceil
 from typing import Any, Literal, NamedTuple
 
-from wandistiller.config.cross_checks import block_problems, sequence_problems
+from wandistiller.config.cross_checks import sequence_problems
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import AUTO
 from wandistiller.config.validate import leaves_engine_open
@@ -307,9 +307,7 @@ def _micro_batches(job: Job, json: DeepSpeedJson) -> Iterator[Job]:
     for micro in (m for m in (1, 2, 4, 8, 16, 32) if share % m == 0):
         with suppress(ConfigError):  # it does not go with the rest of the run's JSON
             cut = json.replaced(**{MICRO: micro, ACCUMULATION: share // micro})
-            sized = replace(job, student_engine=student_engine(cut, job.batch.ranks))
-            if not block_problems(sized):
-                yield sized
+            yield replace(job, student_engine=student_engine(cut, job.batch.ranks))
 
 
 def _teachers(job: Job, machine: Machine, here: bool, weights: Weights) -> Iterator[tuple[str, Placement]]:

@@ -1,10 +1,10 @@
-"""Updates of a step: each is of one role's network, with a forward and a backward pass for its own loss."""
+"""Updates of a step, each of one role's network: samples, forward and backward passes for its own loss."""
 
 import math
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,17 +12,18 @@ from torch import Tensor
 from wandistiller.batch import STUDENT, Prediction, State
 from wandistiller.config.job import Job
 from wandistiller.data.micro_batches import MicroBatches
-from wandistiller.distributed.device import on_accelerator
+from wandistiller.distributed.device import make_current, on_accelerator
 from wandistiller.objectives.base import TEACHER, Judged, Networks
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher, local_modules, without_guidance
 from wandistiller.teacher.sweep import block_by_block
-from wandistiller.training.ahead import worker
-from wandistiller.training.roll_outs import Reads
 from wandistiller.training.step_result import READING, MicroStepResult
 from wandistiller.utils.logging import activity
 
 PREDICTING = "the teacher's forward pass"
+T = TypeVar("T")
+Reads = Callable[[int, int], dict[str, State]]
+"""This rank's samples of an update and a micro-step by kind of states."""
 Predicted = list[tuple[dict[str, State], Prediction | None]]
 """Samples of micro-steps by kind of states, and the teacher's predictions at the noised ones."""
 
@@ -198,3 +199,76 @@ class Update:
         with activity("the optimizer's step"):
             self.learner.step(first.expert)
         return MicroStepResult(loss_TB.detach(), first.sigma_B, first.expert, numbers)
+
+
+def worker(name: str) -> ThreadPoolExecutor:
+    """Make a thread for one task after the other on this rank's device, which CUDA keeps for each thread."""
+    return ThreadPoolExecutor(1, name, initializer=make_current)
+
+
+class ReadAhead(Generic[T]):
+    """Micro-steps' samples in the order of training; the next ones are read while these are computed."""
+
+    def __init__(self, read: Callable[[int, int], T], accumulation: int, updates: int, depth: int):
+        """Read by `read(update, micro)`, which runs in a thread, the updates of the run counted from 0.
+
+        Args:
+            accumulation: micro-steps of an update.
+            updates: of the whole run; nothing is read beyond.
+            depth: micro-steps that are read ahead.
+        """
+        self._read, self._accumulation, self._depth = read, accumulation, depth
+        self._end, self._next = updates * accumulation, 0
+        self._pending: dict[int, Future[T]] = {}
+        self._worker = worker("reader")
+
+    def __call__(self, update: int, micro: int) -> T:
+        """Return a micro-step's samples; an error in reading them is raised here."""
+        place = update * self._accumulation + micro
+        pending = self._pending.pop(place, None)
+        samples = self._read(update, micro) if pending is None else pending.result()
+        first, self._next = max(place + 1, self._next), min(place + 1 + self._depth, self._end)
+        for ahead in range(first, self._next):
+            self._pending[ahead] = self._worker.submit(self._read, *divmod(ahead, self._accumulation))
+        return samples
+
+
+class RollOuts:
+    """Reads samples, and lets the student sample where an objective's terms need that.
+
+    For all updates of a step at once where the weights arrive block by block: the student's do not change
+    before its own update, which is the last. Updates before the first step are taken as many at a time.
+    """
+
+    def __init__(self, job: Job, read: Reads, student: Learner):
+        self._job, self._read, self._student, self._together = job, read, student, job.rolled_out
+        self._made: dict[tuple[int, int], dict[str, State]] = {}
+
+    def __call__(self, update: int, micro: int) -> dict[str, State]:
+        if not self._job.objective.rolls_out(self._job.objective.role_of(update)):
+            return self._read(update, micro)
+        if (update, micro) not in self._made:
+            self._make(update, micro)
+        return self._made.pop((update, micro))
+
+    def _make(self, update: int, micro: int) -> None:
+        """Sample for a micro-step, and for those that follow it in its step."""
+        accumulation, objective = self._job.batch.accumulation, self._job.objective
+        step = (update - objective.first_update(0)) // len(objective.updates)
+        end = objective.first_update(step + 1) * accumulation
+        places = range(update * accumulation + micro, end)[: self._together]
+        keys = [divmod(place, accumulation) for place in places]
+        with activity(READING):
+            drawn = [self._read(*key) for key in keys]
+        with activity("the student's sampling"), torch.no_grad():
+            calls = [
+                partial(
+                    objective.roll_out,
+                    objective.role_of(u),
+                    batches,
+                    self._student.velocity,
+                    self._job.schedule,
+                )
+                for (u, _), batches in zip(keys, drawn, strict=True)
+            ]
+            self._made |= zip(keys, block_by_block(self._student.blocks, calls), strict=True)

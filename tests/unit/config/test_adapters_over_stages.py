@@ -50,11 +50,6 @@ def test_adapters_of_another_rank_are_refused_with_what_they_would_cost(tmp_path
     ]
 
 
-def test_a_misspelt_key_in_a_later_stage_is_named(tmp_path: Path, wan2: Path) -> None:
-    with pytest.raises(ConfigError, match="stage s1: recipe: `lora.rnk` is 4. Unknown key"):
-        bases(tmp_path, wan2, {"rank": 8}, {"rnk": 4})
-
-
 def test_adapters_go_on_under_another_name_of_the_same_teacher(tmp_path: Path, wan2: Path) -> None:
     _, later = jobs(tmp_path, wan2, {"rank": 8}, {"rank": 8})
     elsewhere = replace(later.start, facts=replace(later.start.facts, teacher_path="org/wan"))

@@ -25,7 +25,7 @@ from wandistiller.student.learner import Learner
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import transformer
 
-SCHEDULE = FlowSchedule(shift=1, boundary=None, seed=0, global_batch=4)
+SCHEDULE = FlowSchedule(shift=1, boundary=None, seed=0)
 SIGMA_B = torch.tensor([1.0, 0.75, 0.4, 0.05])
 Velocity = Callable[[Tensor, Tensor], Tensor]
 

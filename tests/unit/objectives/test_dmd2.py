@@ -38,7 +38,7 @@ from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.sampling import denoise, few_steps
 
 SHAPE = (2, 1, 4, 4)
-SCHEDULE = FlowSchedule(3.0, None, seed=0, global_batch=8, few=FewSteps((1.0, 0.75)))
+SCHEDULE = FlowSchedule(3.0, None, seed=0, few=FewSteps((1.0, 0.75)))
 TEXT = Conditioning(torch.zeros(4, 1, 1))
 
 
@@ -136,7 +136,7 @@ def test_the_loss_passes_the_difference_of_scores_to_the_samples() -> None:
 @torch.no_grad()
 def test_simulated_states_are_those_of_the_sampler(wan1: Path, steps: int, sampler: str) -> None:
     model, few = loaded(wan1 / "transformer").eval(), few_steps(3.0, steps, None, sampler)
-    schedule = FlowSchedule(3.0, None, 0, 2, few=few)
+    schedule = FlowSchedule(3.0, None, 0, few=few)
     conditioning = batch_for(model).conditioning
 
     def velocity(batch: State) -> Tensor:
@@ -269,7 +269,7 @@ def test_calls_without_gradient_are_those_before_the_exits_of_the_trained_expert
     trained: Expert | None, mean_exit: float
 ) -> None:
     few = FewSteps((1.0, 0.95, 0.875, 0.7), 0.91)
-    schedule = FlowSchedule(7.0, 0.875, 0, 8, few=few, trained=trained)
+    schedule = FlowSchedule(7.0, 0.875, 0, few=few, trained=trained)
     assert Dmd2(critic_updates=5).student_calls(schedule) == 6 * mean_exit + 5
 
 

@@ -98,13 +98,6 @@ def test_an_average_keeps_the_optimizer_off_nvme(published: Path) -> None:
     assert plain - averaged == {name for name in plain if name[0] == "zero3_nvme"} != set()
 
 
-def test_a_micro_step_never_spans_expert_blocks(published: Path) -> None:
-    machine = gpus(1, 80, 512)
-    for blocks, micro in ((1, {1, 2, 4, 8}), (4, {1, 2})):
-        every = pairs(job(published, machine, TWO, expert_blocks=blocks, **BOTH), machine)
-        assert {size.batch.micro for pair in every for size in pair.sizes} == micro
-
-
 @pytest.mark.slow
 def test_what_this_machine_cannot_build_is_passed_over(
     published: Path, monkeypatch: pytest.MonkeyPatch
