@@ -32,8 +32,8 @@ USAGE = dict.fromkeys(("prepare", "train", "plan"), OF_RUN) | {
     "evaluate": "--student_path S [--teacher_path T] [any flag below]"
 }
 ENDS = {
-    "plan": "Exit code 0 says that the input is sound, not that the run fits: `train --dry_run` ends with 2 "
-    "where it would be refused.",
+    "plan": "Exit code 0: it fits, or the recipe that `--recommend` wrote does. 2: it does not, or the input "
+    "is wrong.",
 }
 """Last sentences of the help of a command."""
 IGNORED = "ignored"
