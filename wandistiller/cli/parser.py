@@ -25,7 +25,7 @@ COMMANDS = {
     "evaluate": "teacher and student side by side: scores, velocity error, speed, size",
     "plan": "memory, disk, hours and cost of a run, before anything is loaded; which JSONs fit",
     "report": "a run's curves, pictures, evaluation and settings in one HTML file",
-    "doctor": "whether this machine has what a run needs; what to install; how fast it is",
+    "doctor": "whether this machine has what a run needs; what to install",
 }
 OF_RUN = "[--recipe FILE] [any flag below; it wins over the recipe, not over a named DeepSpeed JSON]"
 USAGE = dict.fromkeys(("prepare", "train", "plan"), OF_RUN) | {

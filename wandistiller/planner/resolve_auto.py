@@ -247,12 +247,13 @@ def pairs(
 def _students(job: Job, names: Iterable[str], here: bool) -> Iterator[tuple[str, list[Job]]]:
     """The run with each of these engines that goes with its other settings, in every possible micro-batch."""
     own = job.student_engine.without(*BATCH_KEYS, *SECTIONS)
+    tuned = replace(job.run, lora=None)  # of its checks, which take a second, none is about the engine
     for name in names:
         shipped = load(f"ds_configs/student/{name}.json").raw
         sections = [RECOMPUTED] if shipped[RECOMPUTED].get("cpu_checkpointing") else []
         sections += [key for key in SECTIONS if key in shipped]
         sizes = [*_micro_batches(job, own.replaced(**{key: shipped[key] for key in sections}))]
-        if not sizes or tuning_problems(job.run, job.student_transformer, sizes[0].student_engine):
+        if not sizes or tuning_problems(tuned, job.student_transformer, sizes[0].student_engine):
             continue
         if not (here and config_problems(sizes[0].student_engine)):
             yield name, sizes
