@@ -179,6 +179,16 @@ def test_where_no_student_fits_a_lora_of_both_experts_is_recommended(
     assert "\nverdict: all 2 stages fit\n" in text
 
 
+def test_where_no_recipe_of_a_lora_suits_the_teacher_the_verdict_says_what_helps(
+    capsys: pytest.CaptureFixture, quiet_logging: None
+) -> None:
+    """The embedded teacher's boundary is no noise level of the recipe's shift."""
+    machine = "--gpus 1 --gpu_memory 0.5 --host_memory 8 --disk 100"
+    assert main(["plan", "--teacher_path", "tiny", "--data_path", "tiny", *machine.split()]) == 2
+    text = capsys.readouterr().err
+    assert "\nverdict: it does NOT fit\nno shipped JSONs hold it here. What helps: " in text
+
+
 def test_a_step_of_a_small_run_has_two_digits(capsys: pytest.CaptureFixture, quiet_logging: None) -> None:
     machine = "--gpus 1 --gpu_memory 80 --gpu_name H100 --host_memory 64 --disk 100"
     assert main(["plan", "--teacher_path", "tiny", "--data_path", "tiny", *machine.split()]) == 0
