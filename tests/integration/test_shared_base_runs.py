@@ -20,7 +20,7 @@ from wandistiller.config.summary import summary
 from wandistiller.experts import Expert
 from wandistiller.export.source import read_source
 from wandistiller.objectives.dmd2 import CRITIC
-from wandistiller.planner.sweeps import base_sweeps
+from wandistiller.planner.time import base_sweeps
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.transformer import velocity

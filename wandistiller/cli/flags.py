@@ -51,8 +51,7 @@ class PlanFlags(RunFlags):
         None, "of a node, for the swap folder; default what is free here", metavar="GIB"
     )
     nodes: int | None = _machine(None, "default 1, or a launcher's")
-    rates: dict[str, float] = _machine({}, 'such as {"tflops": 100, "pcie": 24}; see docs/memory.md')
-    measure: bool = _machine(False, "measure this machine's rates first, some seconds")
+    rates: dict[str, float] = _machine({}, 'of each GPU: {"tflops": 100, "pcie": 24}; see docs/memory.md')
     price_per_gpu_hour: float | None = _machine(None, "print the cost of the run too")
     recommend: Path | None = _machine(
         None, "write the recipe with the simplest JSONs that fit", metavar="FILE"
@@ -172,11 +171,7 @@ class ReportFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorFlags:
-    """Flags of `doctor`."""
-
-    measure: bool = _flag(
-        False, "measure arithmetic, memory, disk, PCIe, link and network too, for `plan --rates`"
-    )
+    """Flags of `doctor`: none."""
 
 
 def of(command: str) -> type:
