@@ -276,36 +276,6 @@ def test_a_run_goes_on_bit_for_bit_with_its_base_shared_or_not(
     assert [name for name, t in theirs.items() if not torch.equal(ours[name], t)] == []
 
 
-@pytest.fixture(scope="module")
-def few_step_model(folder: Path, wan2: Path) -> Path:
-    """A student of the teacher's shape, as a pipeline."""
-    more = {"student_config": {"experts": "two"}, "max_steps": 2, "sample_every": 2}
-    return train(folder, wan2, "full", ranks=1, **more) / "student"
-
-
-def starting(few_step_model: Path) -> dict[str, Any]:
-    student = {"student_config": {"experts": "two"}, "objective": CONSISTENCY, "shift": 7.0}
-    return student | {"lora": {"rank": 4, "start": str(few_step_model)}}
-
-
-@pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
-def test_adapters_that_begin_as_a_full_model_learn_the_same_on_one_base_as_on_copies_and_resumed(
-    folder: Path, wan2: Path, few_step_model: Path, ranks: int
-) -> None:
-    given = starting(few_step_model) | {"ranks": ranks, "max_steps": 2, "save_every": 1}
-    own = {"cache_dir": str(folder / f"start_{ranks}_cache")}
-    shared = trained(folder, wan2, f"start_shared_{ranks}", PLACEMENTS["streamed"], **given, **own)
-    assert_same(trained(folder, wan2, f"start_copies_{ranks}", COPIES, **given), shared)
-    assert "of the squared difference of their layers" in logged(shared)
-    middle = str(shared / "checkpoints" / "step_00000001")
-    resumed = trained(folder, wan2, f"start_again_{ranks}", PLACEMENTS["streamed"], **given, resume=middle)
-    assert losses(resumed) == losses(shared)[1:]
-    ours, theirs = learned(resumed), learned(shared)
-    assert [name for name, t in theirs.items() if not torch.equal(ours[name], t)] == []
-
-
-def logged(output: Path) -> str:
-    return "".join(file.read_text() for file in (output / "logs").iterdir())
 
 
 def test_the_exported_student_is_the_teacher_with_the_adapters_added(streamed: Path, wan2: Path) -> None:

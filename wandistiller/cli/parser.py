@@ -25,7 +25,7 @@ COMMANDS = {
     "evaluate": "teacher and student side by side: scores, velocity error, speed, size",
     "plan": "memory, disk, hours and cost of a run, before anything is loaded; which JSONs fit",
     "report": "a run's curves, pictures, evaluation and settings in one HTML file",
-    "doctor": "whether this machine has what a run needs; what to install; how fast it is",
+    "doctor": "whether this machine has what a run needs; what to install",
 }
 OF_RUN = "[--recipe FILE] [any flag below; it wins over the recipe, not over a named DeepSpeed JSON]"
 USAGE = dict.fromkeys(("prepare", "train", "plan"), OF_RUN) | {
@@ -130,6 +130,13 @@ def _text_or_json(text: str) -> Any:
     return _json(text) if text.lstrip().startswith(("{", "[")) else text
 
 
+def _path(text: str) -> Path:
+    """Return a path; an empty one is a variable that is not set, and would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty. Is a variable in the quotes not set?")
+    return Path(text)
+
+
 def _add_flags(command: argparse.ArgumentParser, settings: type) -> None:
     """Add the flag of each field; limits of their types are checked later, with the recipe's values."""
     groups: dict[str, Any] = {"": command}
@@ -161,6 +168,7 @@ def _of_field(f: dataclasses.Field, hint: Any) -> dict[str, Any]:
         how["nargs"] = "+"
     name = METAVARS[Path if f.name.endswith(PATH_ENDS) else kind]
     read = _json if kind is dict else _text_or_json if kind is str and dict in kinds else kind
+    read = _path if kind is Path else read
     return {"type": read, "metavar": name} | how
 
 

@@ -14,6 +14,7 @@ from wandistiller.engine.ds_overrides import TOTAL, EngineOverrides
 from wandistiller.planner.disk import on_its_disk
 from wandistiller.planner.machine import Demand, Machine
 from wandistiller.planner.resolve_auto import HELPS, Choice, choices
+from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json, write_json
 
 LORAS = {
@@ -59,9 +60,9 @@ class Recipe(NamedTuple):
 
 def verdict(planned: list[Planned], adapters: Recipe | None) -> list[str]:
     """Say whether every stage fits, and if not, what does."""
-    if not all(one.job.teacher.memory_known for one in planned):
-        return ["verdict: whether it fits is not known"]
     names = [one.job.stage for one in planned if one.short]
+    if not names and not all(one.job.teacher.memory_known for one in planned):
+        return ["verdict: whether it fits is not known"]
     if not names:
         return [f"verdict: all {len(planned)} stages fit" if len(planned) > 1 else "verdict: it fits"]
     lines = [f"verdict: it does NOT fit{': stage ' * bool(names[0])}{', '.join(names)}"]
@@ -80,7 +81,8 @@ def verdict(planned: list[Planned], adapters: Recipe | None) -> list[str]:
 
 def _fitting_flags(planned: list[Planned]) -> str | None:
     """Return flags with which every stage fits: the student's engine alone, if that is enough."""
-    if all(next(choices(one.job, one.machine, (True, False)), None) for one in planned):
+    known = all(one.job.teacher.memory_known for one in planned)
+    if known and all(next(choices(one.job, one.machine, (True, False)), None) for one in planned):
         return AUTO
     first, *others = ([choice.teacher for choice in one.fits] for one in planned)
     common = next((name for name in first if all(name in names for names in others)), None)
@@ -90,7 +92,8 @@ def _fitting_flags(planned: list[Planned]) -> str | None:
 def adapters_of(given: dict[str, Any], job: Job, machine: Machine) -> Recipe | None:
     """Return the recipe of a LoRA of the run's teacher for 4 steps, of two experts in two stages, if it fits.
 
-    Teacher, data and size are those `given`, all else that of a shipped recipe.
+    Teacher, data and size are those `given`, all else that of a shipped recipe. None too where that does not
+    suit the teacher.
     """
     two = len(job.folder.configs) == 2
     if job.run.lora is not None and (not two or job.stage):
@@ -103,9 +106,13 @@ def adapters_of(given: dict[str, Any], job: Job, machine: Machine) -> Recipe | N
     values = {k: v for k, v in shipped.items() if k not in unset} | {
         k: v for k, v in given.items() if k in own
     }
-    runs = runs_of(values, {"resume": "never"}, None, machine.ranks)
+    try:
+        runs = runs_of(values, {"resume": "never"}, None, machine.ranks)
+        stages = read_jobs(runs, machine.ranks, here=False)
+    except ConfigError:
+        return None
     best: dict[str, Choice] = {}
-    for stage in read_jobs(runs, machine.ranks, here=False):
+    for stage in stages:
         if not (choice := next(choices(stage, on_its_disk(machine, stage, None)), None)):
             return None
         best[stage.stage] = choice

@@ -17,9 +17,9 @@ from wandistiller.engine.ds_schema import BLOCK, MUON_RATES, PEAKS
 from wandistiller.engine.nvme import lock_problems, locked_bytes
 from wandistiller.experts import Expert
 from wandistiller.flow import RENOISE, FlowSchedule
-from wandistiller.student.full_start import full_start_problems
 from wandistiller.student.lora import lora_value_problems
 from wandistiller.student.shared_base import other_adapters
+from wandistiller.student.start_places import start_problems
 from wandistiller.student.trainable import tuning_problems
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.utils.errors import folder_problems, inside_problems, problem
@@ -52,7 +52,7 @@ def combined_problems(job: Job, world: int, *, here: bool) -> list[str]:
     problems += _nvme_problems(job, world) if here else []
     projects = bool(problems) or _projects(job)  # of an objective that is checked
     problems += tuning_problems(run, job.student_transformer, job.student_engine, projects=projects)
-    return problems or full_start_problems(job)
+    return problems or start_problems(job)
 
 
 def _projects(job: Job) -> bool:

@@ -18,14 +18,12 @@ from wandistiller.data.media import LETTERBOX
 from wandistiller.data.media_record import RECORD, replaced_media
 from wandistiller.experts import Expert
 from wandistiller.student.config import IMPORTANCE
-from wandistiller.student.full_start import full_starts
-from wandistiller.student.start_places import start_places
+from wandistiller.student.start_places import start_bases, start_files
 from wandistiller.teacher.teacher_json import quantized_facts
 from wandistiller.utils.errors import ConfigError
-from wandistiller.utils.files import digest, ends_of_files, file_digest, fingerprint, read_json, write_json
+from wandistiller.utils.files import digest, ends_of_files, fingerprint, read_json, write_json
 from wandistiller.wan.added_lora import as_settings
 from wandistiller.wan.components import IMAGE_PARTS
-from wandistiller.wan.full_models import content, is_full_model
 from wandistiller.wan.transformer import shapes
 
 STILLS = (MediaType.IMAGE, *GIVEN)
@@ -115,11 +113,14 @@ def tuning(job: Job) -> dict[str, Any]:
 
 def adapters(job: Job) -> dict[str, Any]:
     """Return the settings of adapters, with what they begin with by its content, wherever it lies."""
-    lora, starts = job.run.lora, {e.value: content(place) for e, place in full_starts(job).items()}
-    files = {expert: place for expert, place in start_places(job).items() if not is_full_model(place)}
-    if not isinstance(lora.get("start"), dict):  # as in earlier versions one file counts for both
-        files = dict.fromkeys(Expert, files.get(Expert.HIGH_NOISE)) | files if files else {}
-    starts |= {expert.value: file_digest(file) for expert, file in files.items()}
+    lora, files = job.run.lora, start_files(job)
+    starts: dict[str, Any] = {}
+    for network, base in start_bases(job).items():
+        if own := [one for one in files if one.is_for(base)]:
+            plain = len(own) == 1 and own[0].strength == 1
+            starts[network.value] = own[0].digest if plain else digest([one.identity for one in own])
+    if isinstance(lora.get("start"), str) and starts:  # as in earlier versions one file counts for both
+        starts = dict.fromkeys((e.value for e in Expert), next(iter(starts.values()))) | starts
     kept = {key: value for key, value in lora.items() if key != "start"}
     return kept | ({"start": starts} if starts else {})
 
@@ -155,6 +156,7 @@ def provenance(job: Job) -> Facts:
         stands_for=None if job.student.keep_layers == IMPORTANCE else job.stands_for,
         teacher_lora=as_settings(job.folder.added) or None,
         teacher_lora_digests=[one.digest for one in job.folder.added] or None,
+        teacher_identity=job.folder.weights_identity,
         image_to_video=job.folder.config.takes_image or None,
         **{key: getattr(r, key) for key in media},
         **quantized_facts(job.teacher),

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from wandistiller.config.job import Job
 from wandistiller.experts import Expert
 from wandistiller.flow import EULER, FewSteps
-from wandistiller.student.start_places import start_places
+from wandistiller.student.start_places import start_bases, start_files
 
 
 class Trained(NamedTuple):
@@ -44,7 +44,8 @@ def _trained_before(first: Job) -> dict[Expert, Trained]:
     """Return the experts of few steps that a recipe's first stage begins with."""
     facts, is_new = first.start and first.start.facts, first.student.init in ("teacher", "random")
     if not facts:
-        begins = not is_new or bool(first.run.lora) and Expert.HIGH_NOISE in start_places(first)
+        base = start_bases(first).get(Expert.HIGH_NOISE)
+        begins = not is_new or any(one.is_for(base) for one in start_files(first) if base)
         return {Expert.HIGH_NOISE: Trained(None)} if begins else {}
     if not facts.few_steps:
         return {}

@@ -32,4 +32,4 @@ def _flags(job: Job, preparing: bool) -> Iterator[str]:
         yield "--batch_size 1"
     yield "--deepspeed_config auto --teacher_deepspeed_config auto: the JSONs and micro-batch that fit"
     yield "--num_frames, --height, --width: fewer frames or pixels"
-    yield "--student_config: a student of fewer layers"
+    yield "--student_config FILE: a student of fewer layers"

@@ -234,7 +234,7 @@ def pairs(
     placements = [*_teachers(job, machine, here, weights)] if teacher else [(OWN, job.teacher)]
     alone = machine.ranks == 1
     names = [sorted(group, key=lambda name: alone and name != "zero0") for group in STUDENTS]
-    groups = [[*_students(job, group, here)] for group in names] if student else [[(OWN, [job])]]
+    groups = [[*_students(job, machine, group, here)] for group in names] if student else [[(OWN, [job])]]
     return [
         Pair(name, place, [replace(size, teacher=placement) for size in sizes], number)
         for number, group in enumerate(groups)
@@ -243,15 +243,20 @@ def pairs(
     ]
 
 
-def _students(job: Job, names: Iterable[str], here: bool) -> Iterator[tuple[str, list[Job]]]:
+def _students(
+    job: Job, machine: Machine, names: Iterable[str], here: bool
+) -> Iterator[tuple[str, list[Job]]]:
     """The run with each of these engines that goes with its other settings, in every possible micro-batch."""
     own = job.student_engine.without(*BATCH_KEYS, *SECTIONS)
+    tuned = replace(job.run, lora=None)  # of its checks, which take a second, none is about the engine
     for name in names:
         shipped = load(f"ds_configs/student/{name}.json").raw
         sections = [RECOMPUTED] if shipped[RECOMPUTED].get("cpu_checkpointing") else []
+        if sections and not machine.topology.accelerator:
+            continue  # activations are in CPU memory anyway
         sections += [key for key in SECTIONS if key in shipped]
         sizes = [*_micro_batches(job, own.replaced(**{key: shipped[key] for key in sections}))]
-        if not sizes or tuning_problems(job.run, job.student_transformer, sizes[0].student_engine):
+        if not sizes or tuning_problems(tuned, job.student_transformer, sizes[0].student_engine):
             continue
         if not (here and config_problems(sizes[0].student_engine)):
             yield name, sizes

@@ -96,13 +96,12 @@ def override_rates(usual: Rates, given: dict[str, Any]) -> Rates:
 
 def passes(job: Job) -> dict[str, Passes]:
     """Return the passes in a step by network, with the blocks that backward passes recompute."""
-    asked = passes_asked(job)
-    return {
-        role: each._replace(forward=each.forward + each.backward * _recomputed(job, role))
-        if each.backward
-        else each
-        for role, each in asked.items()
-    }
+    made = passes_asked(job)
+    for role, each in made.items():
+        if each.backward:
+            again = each.backward * _recomputed(job, role)
+            made[role] = each._replace(forward=each.forward + again)
+    return made
 
 
 def _recomputed(job: Job, role: str) -> float:

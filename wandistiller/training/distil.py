@@ -21,6 +21,7 @@ from wandistiller.export.formats.diffusers import DiffusersFormat
 from wandistiller.export.formats.lora import LoraFormat, loading_lines
 from wandistiller.export.output import per_expert, replaced
 from wandistiller.export.source import read_source
+from wandistiller.flow import RENOISE
 from wandistiller.monitoring import environment, memory_usage
 from wandistiller.monitoring.memory_usage import within
 from wandistiller.teacher.base import local_modules, without_guidance
@@ -93,12 +94,13 @@ def _log_next(job: Job, output: Path) -> None:
     data = f"{job.run.data_path}:held_out" if job.run.data_path in TINY else job.run.data_path
     student = output if job.is_teachers_lora else output / "student"
     words = ["wandistiller", "evaluate", "--student_path", str(student), "--prompts", data]
-    if few := job.schedule.few:
+    if (few := job.schedule.few) and few.sampler == RENOISE:  # else it is trained for one number
         words += ["--steps", *map(str, sorted({1, 2, len(few.sigmas)}))]
     collectives.log0("%-9s %s", "next", shlex.join(words))
     if job.is_teachers_lora:
         merge = ["wandistiller", "export", "--checkpoint", str(job.output), "--output", "students/mine"]
-        collectives.log0("%-9s %s: a pipeline of the teacher with them", "or", shlex.join(merge))
+        collectives.log0("%-9s a pipeline of the teacher with them:", "or")
+        collectives.log0("%-9s %s", "", shlex.join(merge))
 
 
 def _run_stage(job: Job) -> None:
@@ -145,7 +147,7 @@ def _log_adapters(job: Job, output: Path) -> None:
     for line in loading_lines([f'"{file}"' for file in files], [*job.bases.values()]):
         collectives.log0("%-9s %s", "", line)
     card = output / "lora.card" / "README.md"
-    collectives.log0("%-9s %s: how to sample in diffusers, and ComfyUI's nodes", "card", card)
+    collectives.log0("%-9s %s (how to sample in diffusers, and ComfyUI's nodes)", "card", card)
 
 
 @within("load")

@@ -24,7 +24,6 @@ from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.evaluation.quantization_error import SAMPLES, in_words, quantization_error
 from wandistiller.monitoring.memory_usage import within
-from wandistiller.student.full_start import prepare_full_starts
 from wandistiller.teacher.base import Guidance, Teacher, local_modules, without_guidance
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.teacher_json import quantized_facts
@@ -88,7 +87,6 @@ def prepare(job: Job, ranks: Ranks = ALONE) -> tuple[CachedData, Conditions, Tea
     conditions.text.fill([item.prompt for item in items] + [job.run.negative_prompt])
     with_latents = _with_latents(job, selection, samples)
     made = {latents.key(s): s for n, s in samples.items() if n in with_latents and not s.item.media}
-    prepare_full_starts(job)
     teacher = None
     if latents.lacks_rollouts(made):
         teacher = guided_teacher(job, conditions, sample_items, ranks)

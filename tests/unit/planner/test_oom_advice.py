@@ -34,7 +34,7 @@ def test_flags_that_cost_least_come_first(published: Path) -> None:
 
 def test_only_what_the_run_does_not_have_is_named(published: Path) -> None:
     flags = named(published, deepspeed_config=FRUGAL)
-    assert flags == [AUTO, "--num_frames, --height, --width", "--student_config"]
+    assert flags == [AUTO, "--num_frames, --height, --width", "--student_config FILE"]
 
 
 @pytest.mark.parametrize(("batch", "first"), [(4, "--prepare_batch 1"), (1, AUTO)])

@@ -96,7 +96,9 @@ def test_what_this_machine_cannot_build_is_passed_over(
     machine = gpus(1, 24, 128)
     run = job(published, machine, LARGE, **BOTH)
     here, elsewhere = names(run, machine, here=True), names(run, machine)
-    assert here == {name for name in elsewhere if "nvme" not in "".join(name)} != elsewhere
+    lacking = "nvme", "lora_wan_clips"  # libaio; a GPU, whose activations come to CPU memory
+    assert here == {pair for pair in elsewhere if not any(word in "".join(pair) for word in lacking)}
+    assert here != elsewhere
 
 
 def test_what_is_chosen_keeps_the_run_s_batch_optimizer_and_precision(published: Path) -> None:

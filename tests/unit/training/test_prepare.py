@@ -79,7 +79,8 @@ def rows(wans: Wans, name: str, *given: dict[str, str]) -> str:
 
 
 def job_of(wans: Wans, **more: Any) -> Any:
-    return read_job(RunConfig(**recipe(wans.folder, wans[A14B], **wans.settings(A14B, **more))), 1)
+    given = recipe(wans.folder, wans[A14B], **wans.settings(A14B, **more))
+    return read_job(RunConfig(**{"output_dir": str(wans.folder / "run")} | given), 1)
 
 
 @pytest.mark.usefixtures("one_rank")
