@@ -169,7 +169,7 @@ def test_the_base_comes_to_the_device_as_often_as_planned(
     planned, updates = sum(base_sweeps(trainer.job).values()), len(trainer.updates)
     sweeps = len(fetched) / trainer.job.folder.config.num_layers
     assert 0.5 * planned <= sweeps <= planned
-    assert planned / updates <= 4
+    assert planned / updates <= 4 + (objective == "sum") / 3  # one sweep more a step, for its target
 
 
 def test_a_head_start_holds_the_samples_of_no_more_updates_than_a_step(
