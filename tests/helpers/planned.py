@@ -128,7 +128,7 @@ def measured(given: dict[str, Any], ranks: int) -> dict[str, int]:
 def job_here(given: dict[str, Any], ranks: int) -> tuple[Job, Machine]:
     """A recipe's run on this machine, and that machine with so many ranks."""
     machine = replace(machine_now(), ranks=ranks, ranks_on_node=ranks)
-    return read_job(merged(given, {}, None, ranks), ranks), machine
+    return read_job(merged(given, {}, None), ranks), machine
 
 
 def predicted(given: dict[str, Any], ranks: int) -> dict[str, int]:

@@ -27,7 +27,7 @@ COMMANDS = {
     "report": "a run's curves, pictures, evaluation and settings in one HTML file",
     "doctor": "whether this machine has what a run needs; what to install; how fast it is",
 }
-OF_RUN = "[--recipe FILE] [any flag below; it wins over the recipe, not over a named DeepSpeed JSON]"
+OF_RUN = "[--recipe FILE] [any flag below; it wins over the recipe and its JSONs]"
 USAGE = dict.fromkeys(("prepare", "train", "plan"), OF_RUN) | {
     "evaluate": "--student_path S [--teacher_path T] [any flag below]"
 }

@@ -65,7 +65,7 @@ def plan_lines(flags: PlanFlags, lines: list[str]) -> None:
     machine, here = described(flags), all(getattr(flags, key) is None for key in MACHINE)
     defaults = {} if "output_dir" in values else {"output_dir": "runs/plan"}
     settings = defaults | flags.settings | {"resume": "never"}
-    runs = runs_of(values, settings, flags.recipe, machine.ranks, emulates_bf16() if here else None)
+    runs = runs_of(values, settings, flags.recipe, emulates_bf16() if here else None)
     best, total = {}, 0.0
     with placing(flags.recipe, flags.settings):
         jobs = read_jobs(runs, machine.ranks, here=here)

@@ -19,6 +19,7 @@ ZERO = "zero_optimization"
 """Section of the student's JSON that AUTO in its place leaves to it too; the rest of the JSON stays."""
 DEFAULT_ENGINE = "ds_configs/student/zero2_offload.json"
 """The student's engine; `auto` changes some of its keys."""
+DEFAULT_TEACHER = "ds_configs/teacher/zero_inference_cpu.json"
 Amount = Annotated[int, Gt(0), Le(10**6)]
 SamplingSteps = Annotated[int, Gt(0), Le(1000)]  # of the noise levels that a Wan was trained at
 TrainingSteps = Annotated[int, Gt(0), Le(10**9)]
@@ -79,7 +80,7 @@ class RunConfig:
     student_config: JsonFile = paths("ds_configs/students/half.json", "the student's architecture and start")
     deepspeed_config: JsonFile = paths(DEFAULT_ENGINE, "the student's engine, or auto")
     teacher_deepspeed_config: JsonFile = paths(
-        "ds_configs/teacher/zero_inference_cpu.json",
+        DEFAULT_TEACHER,
         f"the teacher's engine: its placement; a shipped one's name will do: {', '.join(strategies())}",
     )
     batch_size: Amount | None = engines(

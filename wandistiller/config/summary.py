@@ -88,6 +88,7 @@ def summary(job: Job) -> list[str]:
         *_base(job),
         f"objective {job.objective}",
         f"batch     {b.total} a step = {b.micro} x {b.accumulation} micro-steps x {b.ranks} {sharing}",
+        *(f"setting   {line}" for line in job.student_engine.overridden + job.teacher.engine.overridden),
         *without_learning(job.student_engine, r.max_steps),
         f"run       {r.max_steps} steps{_high_noise(job)}, shift {r.shift}, seed {r.seed}, into {job.output}",
     ]

@@ -9,7 +9,7 @@ from wandistiller.checkpoint import resume
 from wandistiller.config.cross_checks import combined_problems, own_problems, replicas
 from wandistiller.config.job import Job
 from wandistiller.config.resumed import end_of, resumed
-from wandistiller.config.run_config import AUTO, DEFAULT_ENGINE, ZERO, RunConfig
+from wandistiller.config.run_config import AUTO, DEFAULT_ENGINE, DEFAULT_TEACHER, ZERO, RunConfig
 from wandistiller.config.start import Start, read_start
 from wandistiller.data.dataset import GIVEN, PromptDataset, read_dataset
 from wandistiller.data.lines import clean
@@ -180,7 +180,10 @@ def read_engine(
     if json.raw.get(ZERO) == AUTO:
         json = json.replaced(**{ZERO: load(DEFAULT_ENGINE).raw[ZERO]})
     overrides = EngineOverrides(**{f.name: getattr(run, f.name) for f in dataclasses.fields(EngineOverrides)})
-    json = fill_steps(fill_auto(apply_overrides(json, overrides), transformer.width), steps)
+    json = apply_overrides(json, overrides)
+    if source == DEFAULT_ENGINE:  # its values are defaults
+        json = dataclasses.replace(json, overridden=())
+    json = fill_steps(fill_auto(json, transformer.width), steps)
     engine = student_engine(json, ranks).with_number_of_checkpoints(transformer.num_layers, PARTS)
     if problems := config_problems(engine, here=here):
         raise ConfigError(*problems)
@@ -196,9 +199,12 @@ def read_teacher(run: RunConfig, world: int, *, here: bool) -> Placement:
     Raises:
         ConfigError: with all problems at once.
     """
-    teacher = read_placement(
-        load(run.teacher_deepspeed_config, strategies()).in_precision(run.teacher_dtype), world
-    )
+    source, dtype = run.teacher_deepspeed_config, run.teacher_dtype
+    named = load(source, strategies())
+    json = named.in_precision(dtype)
+    if source != DEFAULT_TEACHER:
+        json = json.noting("teacher_dtype", dtype, named)
+    teacher = read_placement(json, world)
     problems = config_problems(teacher.engine, here=here)
     if problems := problems + (missing_problems(teacher.engine, teacher.weights) if here else []):
         raise ConfigError(*problems)

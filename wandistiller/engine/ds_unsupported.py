@@ -25,40 +25,16 @@ ZERO = {
 TOP = {
     "gradient_predivide_factor": "DeepSpeed does not support it with ZeRO's reduce_scatter. Remove it.",
     "prescale_gradients": "DeepSpeed does not support it with ZeRO's reduce_scatter. Remove it.",
-    "data_efficiency": "The data's order is this package's own, so that a run can go on from any step. "
-    "Remove it.",
-    "eigenvalue": "DeepSpeed has removed it. Remove it.",
 }
 
-OF_LANGUAGE_MODELS = "It is of language models in training. Remove it."
-OTHER_WAY = (
-    "Ranks share samples by the recipe's `context_parallel`, weights by `zero_optimization`. Remove it."
+NOT_OFFERED = (
+    *("amp", "hybrid_engine", "curriculum_learning", "progressive_layer_drop", "sparse_attention"),
+    *("sparse_gradients", "pipeline", "tensor_parallel", "expert_parallel", "sequence_parallel_size"),
+    *("compression_training", "quantize_training", "weight_quantization", "graph_harvesting", "autotuning"),
+    *("elasticity", "nebula", "datastates_ckpt", "compile", "data_efficiency", "eigenvalue"),
 )
-NOT_OFFERED = {
-    "amp": 'It is Apex\'s precision. Write "bf16": {"enabled": true} in its place.',
-    "hybrid_engine": OF_LANGUAGE_MODELS,
-    "curriculum_learning": OF_LANGUAGE_MODELS,
-    "progressive_layer_drop": OF_LANGUAGE_MODELS,
-    "sparse_attention": OF_LANGUAGE_MODELS,
-    "sparse_gradients": OF_LANGUAGE_MODELS,
-    "pipeline": OTHER_WAY,
-    "tensor_parallel": OTHER_WAY,
-    "expert_parallel": OTHER_WAY,
-    "sequence_parallel_size": OTHER_WAY,
-    "compression_training": "The student's size is the recipe's `student_config`. Remove it.",
-    "quantize_training": "The weights would be rounded, and the loss curve be another. Remove it.",
-    "weight_quantization": "The weights would be rounded, and the loss curve be another. Remove it.",
-    "graph_harvesting": "It was never tried next to the teacher's engine. Remove it.",
-    "autotuning": 'It would choose another batch. Remove it, or give the recipe "deepspeed_config": "auto".',
-    "elasticity": "It would choose another batch. Remove it; a run goes on with any number of ranks.",
-    "nebula": "Checkpoints are this package's own. Remove it.",
-    "datastates_ckpt": "Checkpoints are this package's own. Remove it.",
-}
-"""Sections of DeepSpeed that fit neither a frozen teacher nor this student -> why, and what to do."""
-COMPILE = (
-    "DeepSpeed's own compiling was never tried next to the teacher's engine. Remove it, or write "
-    '"wandistiller": {"compile": true} in its place: each block by torch.compile.'
-)
+"""Sections of DeepSpeed that fit neither a frozen teacher nor this student, or that it has removed."""
+INSTEAD = "It does not go with these engines. Remove it; ds_configs/README.md has what there is."
 
 
 class _Engine:
@@ -160,12 +136,7 @@ RULES: dict[str, tuple[Callable[[Any, _Engine], bool], str]] = {
 
 def not_offered_problems(json: DeepSpeedJson) -> list[str]:
     """List the sections that neither the student's nor the teacher's engine may have."""
-    ds = json.raw
-    problems = [json.problem(key, ds[key], why) for key, why in NOT_OFFERED.items() if key in ds]
-    given = ds.get("compile", {})
-    if not isinstance(given, dict) or any(k != "deepcompile" or v is not False for k, v in given.items()):
-        problems.append(json.problem("compile", given, COMPILE))
-    return problems
+    return [json.problem(key, json.raw[key], INSTEAD) for key in NOT_OFFERED if key in json.raw]
 
 
 def student_problems(json: DeepSpeedJson) -> list[str]:
@@ -191,5 +162,5 @@ def student_problems(json: DeepSpeedJson) -> list[str]:
 def is_on(value: Any, default: float = 0.0) -> bool:
     """Return whether a setting has an effect: true, an enabled section, or a number that is no default."""
     if isinstance(value, dict):
-        return value.get("enabled", True) not in (False, None, "auto") and bool(value)
+        return value.get("enabled", True) not in (False, None, "auto") and any(value.values())
     return value is True or (type(value) in (int, float) and value not in (0, default))

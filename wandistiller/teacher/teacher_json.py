@@ -72,7 +72,7 @@ def read_placement(json: DeepSpeedJson, world: int = 1) -> Placement:
     if ds.get(BLOCK, {}).pop(SHORT_NAME, None) and not ds[BLOCK]:
         del ds[BLOCK]
     complete(ds)
-    return placed_by(EngineConfig(json.where, ds))
+    return placed_by(EngineConfig(json.where, ds, json.overridden))
 
 
 def _block_problems(json: DeepSpeedJson, world: int) -> list[str]:

@@ -30,7 +30,7 @@ def problems(folder: Path, wan: Path, *stages: dict[str, Any]) -> list[str]:
     given |= {"width": 64, "max_steps": 2, "shift": 7.0, "stages": [MATCH, *stages]}
     try:
         with placing("r.json", {}):
-            read_jobs(runs_of(given, {}, "r.json", 1), 1, here=False)
+            read_jobs(runs_of(given, {}, "r.json"), 1, here=False)
     except ConfigError as error:
         return error.problems
     return []
@@ -114,6 +114,6 @@ def test_the_command_of_the_page_makes_every_stage_of_four_steps_one_of_two(tmp_
     command, _, file = command.partition(" > ")
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
     (tmp_path / file).write_text(done.stdout)
-    runs = read_runs(str(tmp_path / file), {}, 8)
+    runs = read_runs(str(tmp_path / file), {})
     steps = {name: read_objective(run.objective).sampling_steps for name, run in runs.items()}
     assert steps == {"match": None, "consistency": 2, "high": 2, "low": 2}

@@ -58,7 +58,7 @@ def refused(check: Any, ds: dict[str, Any], *args: Any) -> list[str]:
 
 def test_the_top_level_keys_are_those_that_deepspeed_reads() -> None:
     DeepSpeedConfig(Recorder(train_batch_size=1))
-    assert section_types()[""].keys() == Recorder.read - NOT_OFFERED.keys() - GONE
+    assert section_types()[""].keys() == Recorder.read - {*NOT_OFFERED} - GONE
 
 
 def test_the_keys_of_activation_checkpointing_are_deepspeed_s_constants() -> None:
@@ -146,13 +146,14 @@ def test_auto_is_refused_wherever_it_stands(change: dict, key: str) -> None:
 def test_keys_that_are_refused_may_stand_there_switched_off() -> None:
     zero = {"stage": 3, "memory_efficient_linear": False, "zero_quantized_weights": False}
     zero["stage3_module_granularity_threshold"] = 0
-    more = {
-        "gradient_predivide_factor": 1.0,
-        "eigenvalue": {"enabled": False},
-        "compile": {"deepcompile": False},
-    }
-    ds = ds_config.student_engine(x_json(STUDENT | more | {"zero_optimization": zero}), 1).raw
+    more, off = (
+        {"gradient_predivide_factor": 1.0},
+        {"eigenvalue": {"enabled": False}, "amp": {"enabled": "auto"}},
+    )
+    off |= {"compile": {"deepcompile": False}}
+    ds = ds_config.student_engine(ds_config.load(STUDENT | more | off | {"zero_optimization": zero}), 1).raw
     assert ds.items() >= more.items() and ds["zero_optimization"].items() >= zero.items()
+    assert not ds.keys() & off.keys()
 
 
 def test_what_deepspeed_would_choose_in_silence_is_written_out() -> None:

@@ -57,7 +57,7 @@ def job(folder: Path, ds: dict[str, Any] | None = None, world: int = 1, **settin
     given = PATHS | {"output_dir": str(folder / "out")} | settings
     if ds is not None:
         given["deepspeed_config"] = str(write_json(folder / "ds.json", ds))
-    return read_job(read_run(str(write_json(folder / "recipe.json", given)), {}, world), world)
+    return read_job(read_run(str(write_json(folder / "recipe.json", given)), {}), world)
 
 
 def test_a_json_full_of_auto_runs_unchanged(tmp_path: Path) -> None:
