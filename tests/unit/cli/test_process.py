@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from background_run import PATIENCE
-from ranks import ROOT, environment, run
+from ranks import ROOT, environment, free_port, run
 from slow_cases import slow_but
 
 from wandistiller.cli.main import READING
@@ -79,6 +79,23 @@ def test_a_signal_while_a_library_hides_stderr_has_its_line(tmp_path: Path) -> N
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = run([*WORDS, "doctor"], code=128 + signal.SIGTERM, cwd=tmp_path, PYTHONPATH=path)
     assert done.stderr == "interrupted by SIGTERM\n"
+
+
+@pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGTERM), (1, signal.SIGINT)], ids=str)
+def test_a_rank_that_waits_for_another_names_it_and_the_first_signal_ends_it(
+    rank: int, number: signal.Signals
+) -> None:
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    process = started([*WORDS, "doctor"], **ranks, **meeting)
+    line = process.stderr.readline()
+    where = f"127.0.0.1:{meeting['MASTER_PORT']}"
+    assert line.startswith(f"waiting for these of 2 ranks: {1 - rank}. They are not at {where} yet")
+    process.send_signal(number)
+    _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 128 + number
+    if rank == 0:
+        assert err == f"interrupted by {number.name}, waiting for all 2 ranks at {where}\n"
 
 
 @pytest.mark.slow
