@@ -60,7 +60,7 @@ def plan_output(
         str(published / "prompts.txt"),
     ]
     assert main(["plan", *words, *machine.split(), *more]) == 0
-    return capsys.readouterr().err
+    return capsys.readouterr().out
 
 
 def pipeline(folder: Path, width: int, layers: int) -> Path:

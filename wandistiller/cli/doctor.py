@@ -61,8 +61,7 @@ def run(flags: DoctorFlags) -> None:
     if flags.measure:
         lines += _rates()
     collectives.destroy()
-    for line in lines:
-        collectives.log0("%s", line)
+    collectives.show(*lines)
 
 
 def _parts() -> dict[str, str]:

@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 import torch
 
 from wandistiller.cli.flags import ExportFlags
+from wandistiller.distributed import collectives
 from wandistiller.export import hub
 from wandistiller.export.formats.base import formats
 from wandistiller.export.source import read_source
@@ -29,10 +30,9 @@ def run(flags: ExportFlags) -> None:
     if problems := inside_problems("output", flags.output, inputs):
         raise ConfigError(*problems)
     exported = replace(written, repository=repository).write(source, flags.output)
-    for path in exported:
-        print(path)
+    collectives.show(*exported)
     if repository:
-        print(hub.push(exported, repository, flags.private))
+        collectives.show(hub.push(exported, repository, flags.private))
 
 
 def _foreign_problems(name: str, flags: ExportFlags) -> list[str]:

@@ -26,7 +26,6 @@ from wandistiller.planner.resolve_auto import HELPS, Choice, choices, chosen, le
 from wandistiller.planner.step_time import StepTime
 from wandistiller.utils.errors import ConfigError, folder_problems, problem
 from wandistiller.utils.files import read_json, write_json
-from wandistiller.utils.logging import setup_logging
 from wandistiller.utils.system_memory import GIB
 
 MACHINE = ("nodes", "gpus", "gpu_memory", "gpu_name", "host_memory", "disk")
@@ -46,9 +45,7 @@ def run(flags: PlanFlags) -> None:
             plan_lines(flags, lines)
     finally:  # where nothing fits, they say why
         if lines:
-            setup_logging("info")
-        for line in lines:
-            collectives.log0("%s", line)
+            collectives.show(*lines)
     if launched:
         collectives.destroy()
 

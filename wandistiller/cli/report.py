@@ -1,8 +1,9 @@
 """`wandistiller report`: the HTML file of a run."""
 
 from wandistiller.cli.flags import ReportFlags
+from wandistiller.distributed import collectives
 from wandistiller.monitoring.report import report
 
 
 def run(flags: ReportFlags) -> None:
-    print(report(flags.output))
+    collectives.show(report(flags.output))

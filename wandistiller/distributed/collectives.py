@@ -22,7 +22,7 @@ from wandistiller.distributed.meeting import Meeting
 from wandistiller.distributed.shutdown import Stopped, stopping
 from wandistiller.distributed.watchdog import Watchdog, open_store
 from wandistiller.utils.errors import ConfigError, Problems
-from wandistiller.utils.logging import current, log, log_to_file, set_activity, setup_logging
+from wandistiller.utils.logging import current, log, log_to_file, set_activity, setup_logging, write_result
 
 COLLECTIVE_TIMEOUT = timedelta(days=1)
 """Timeout of the backends, which cannot tell a long phase of another rank from a hang; the watchdog can."""
@@ -59,6 +59,12 @@ def log0(message: str, *args: object, level: int = logging.INFO) -> None:
         log.log(level, message, *args)
     else:
         log_to_file(message % args if args else message)  # as logging does
+
+
+def show(*lines: object) -> None:
+    """Print results on stdout, on rank 0; progress and log go to stderr."""
+    if rank() == 0:
+        write_result("\n".join(map(str, lines)))
 
 
 def init(log_level: str = "info") -> None:

@@ -5,6 +5,7 @@ import csv
 import os
 import uuid
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,9 +62,7 @@ def _refusal(key: str, online: bool) -> str:
         if key == "tensorboard":
             import torch.utils.tensorboard  # noqa: F401
         elif key == "comet":
-            from comet_ml.config import get_config
-
-            if online and not get_config("comet.api_key"):
+            if online and not import_module("comet_ml.config").get_config("comet.api_key"):
                 return "Comet has no API key here. Write `comet login`, or set COMET_API_KEY."
         elif os.environ.get("WANDB_MODE", "online") == "online":
             import wandb

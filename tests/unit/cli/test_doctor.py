@@ -17,7 +17,7 @@ from wandistiller.planner.hardware_rates import CPU_ONLY, override_rates
 
 
 def test_doctor_names_versions_builds_and_memory() -> None:
-    output = wandistiller("doctor").stderr
+    output = wandistiller("doctor").stdout
     expected = ["python 3.", f"torch {torch.__version__}", "accelerate", "GiB of CPU memory free"]
     expected += [f"built      {name}" for name in ("CPU Adam", *["async_io"] * has_async_io())]
     assert [words for words in expected if words not in output] == []
@@ -25,7 +25,7 @@ def test_doctor_names_versions_builds_and_memory() -> None:
 
 @pytest.mark.slow
 def test_two_ranks_communicate_and_measure_the_planner_s_rates() -> None:
-    output = wandistiller("doctor", "--measure", ranks=2).stderr
+    output = wandistiller("doctor", "--measure", ranks=2).stdout
     assert "ranks      2, at most 2 a node; gloo, sum over them right" in output and "differs" not in output
     (line,) = [line for line in output.splitlines() if line.startswith("rates ")]
     for unit in ("operations/s a rank", "GB/s of CPU memory", "GB/s of disk", "GB/s between ranks of a node"):

@@ -128,7 +128,7 @@ def test_plan_looks_at_the_disks_that_the_run_names(
 ) -> None:
     words = f"--teacher_path {wan1} --data_path tiny --height 32 --width 32 --output_dir {tmp_path / 'x'}"
     assert main(["plan", *words.split(), "--cache_dir", str(MEMORY / "nowhere")]) == 0
-    output = capsys.readouterr().err
+    output = capsys.readouterr().out
     assert f"of the disk of {MEMORY / 'nowhere'} (" in output and output.count("of the disk of ") > 1
 
 

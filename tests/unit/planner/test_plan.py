@@ -217,7 +217,7 @@ def test_rates_are_measured_on_the_swap_folder_s_disk_unless_given_and_the_other
 
 @pytest.mark.slow
 def test_under_a_launcher_ranks_and_nodes_are_the_launcher_s() -> None:
-    text = wandistiller("plan", "--teacher_path", "tiny", "--data_path", "tiny", ranks=2).stderr
+    text = wandistiller("plan", "--teacher_path", "tiny", "--data_path", "tiny", ranks=2).stdout
     assert text.count("1 node(s), each with no GPU") == 1
     assert "; 2 rank(s)" in text and "a step takes at least" in text
 
@@ -229,7 +229,7 @@ def test_the_command_that_is_printed_after_a_recommendation_passes_its_dry_run(
     file, usual = tmp_path / "my run.json", f"--teacher_path {wan1} --data_path tiny --height 32 --width 32"
     machine = "--gpus 2 --gpu_memory 80 --host_memory 500 --disk 1000"
     assert main(["plan", *usual.split(), *machine.split(), "--recommend", str(file)]) == 0
-    command = shlex.split(capsys.readouterr().err.partition("\nnext: ")[2])
+    command = shlex.split(capsys.readouterr().out.partition("\nnext: ")[2])
     assert command[:5] == ["deepspeed", "--num_gpus", "2", "--module", "wandistiller"]
     assert main([*command[5:], "--dry_run"]) == 0
     text = capsys.readouterr().err
