@@ -1,5 +1,7 @@
 """A run in a few lines."""
 
+from typing import Any
+
 import torch
 
 from wandistiller.config.identity import tuning
@@ -29,10 +31,9 @@ def without_learning(engine: EngineConfig, max_steps: int) -> list[str]:
         return [f"warning   {text}" + (", or remove `scheduler`" if kind else "")]
     lines = []
     if first:
-        steps = "step 1" if first == 1 else f"steps 1 to {first}"
-        lines.append(
-            f"schedule  {kind} begins with a learning rate of 0: {steps} of {max_steps} train nothing"
-        )
+        of_all = f"of {max_steps}"
+        steps = f"step 1 {of_all} trains" if first == 1 else f"steps 1 to {first} {of_all} train"
+        lines.append(f"schedule  {kind} begins with a learning rate of 0: {steps} nothing")
     if last:
         lines.append(
             f"warning   the learning rate is 0 {why} from step {max_steps - last + 1} on: {last} of "
@@ -84,14 +85,27 @@ def summary(job: Job) -> list[str]:
         f"data      {media} of {len(job.items)} rows have media, "
         f"{r.height}x{r.width}, {r.num_frames} frame(s){left_out}",
         *unused,
-        *(f"{key:<14} {value}" for key, value in tuning(job).items()),
+        *(f"{key:<9} {in_words(value)}" for key, value in _tuning(job).items()),
         *_base(job),
         f"objective {job.objective}",
         f"batch     {b.total} a step = {b.micro} x {b.accumulation} micro-steps x {b.ranks} {sharing}",
         *(f"setting   {line}" for line in job.student_engine.overridden + job.teacher.engine.overridden),
         *without_learning(job.student_engine, r.max_steps),
-        f"run       {r.max_steps} steps{_high_noise(job)}, shift {r.shift}, seed {r.seed}, into {job.output}",
+        f"run       {r.max_steps} steps{_high_noise(job)}, shift {r.shift:.4g}, seed {r.seed}, "
+        f"into {job.output}",
     ]
+
+
+def _tuning(job: Job) -> dict[str, Any]:
+    """Return the settings of trained parts, with the files that adapters begin with by their names."""
+    return tuning(job) | ({"lora": job.run.lora} if job.run.lora else {})
+
+
+def in_words(value: Any) -> str:
+    """Write a setting without brackets and quotes: `rank 32, targets to_q to_k`."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {in_words(inner)}" for key, inner in value.items())
+    return " ".join(map(in_words, value)) if isinstance(value, list) else str(value)
 
 
 def _base(job: Job) -> list[str]:

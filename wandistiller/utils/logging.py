@@ -45,9 +45,9 @@ def setup_logging(level: str) -> None:
     logging.basicConfig(format="%(message)s", force=True, handlers=[_AboveBars()])
     logging.root.handlers[0].setLevel(level.upper())
     log.setLevel(min(logging.INFO, getattr(logging, level.upper())))  # files get info too
-    for handler in _deepspeed.handlers:
-        if type(handler) is logging.StreamHandler:
-            handler.setStream(sys.stderr)  # deepspeed 0.19.8 takes stdout, where results stand alone
+    # deepspeed 0.19.8 writes to stdout, where results stand alone
+    _deepspeed.handlers = [h for h in _deepspeed.handlers if isinstance(h, logging.FileHandler)]
+    _deepspeed.propagate = True
     _deepspeed.setLevel(logging.INFO if level == "debug" else logging.WARNING)
     drop_noise()
     # deepspeed 0.19.8 calls deprecated functions

@@ -77,6 +77,18 @@ def bytes_to_fetch(hub_id: str, revision: str) -> int | None:
     return sum(file.file_size or 0 for file in files if file.will_download)
 
 
+def broken_links(snapshot: Path, hub_id: str, revision: str) -> list[str]:
+    """List the problem of files in the hub's cache that lead to nothing, where none can be fetched."""
+    broken = sorted(file for file in snapshot.rglob("*") if file.is_symlink() and not file.exists())
+    if not broken:
+        return []
+    others = f", as are {len(broken) - 1} more files beside it" * (len(broken) > 1)
+    return [
+        f"{broken[0]}: is a link to nothing{others}, and this machine is offline. "
+        f"{fetch_elsewhere(hub_id, revision, weights=True)}"
+    ]
+
+
 def fetch_elsewhere(hub_id: str, revision: str, weights: bool) -> str:
     """Return the remedy for a machine without network: the command, where to run it, where its files go."""
     patterns = ["*.json", "*.safetensors", "*spiece.model", "README.md"] if weights else ["*.json"]

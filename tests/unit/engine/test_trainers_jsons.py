@@ -206,7 +206,7 @@ TWO_STEPS = "begins with a learning rate of 0: steps 1 to 2 of {} train nothing"
         (
             COSINE,
             20,
-            ["schedule  WarmupCosineLR begins with a learning rate of 0: step 1 of 20 train nothing"],
+            ["schedule  WarmupCosineLR begins with a learning rate of 0: step 1 of 20 trains nothing"],
         ),
         (schedule("WarmupLR", warmup_min_lr=1e-5, warmup_max_lr=1e-3), 100, []),
         (

@@ -139,6 +139,6 @@ def test_plan_counts_files_and_names_what_fewer_checkpoints_save(
 ) -> None:
     machine = "--gpus 8 --gpu_memory 80 --host_memory 1000 --max_steps 5000 --disk"
     each = written(job(published, "Wan2.1-T2V-14B"), accelerator=True).checkpoint / GIB
-    hint = f"(30.0 of them kept in reserve) leave. --keep_checkpoints 1 takes {2 * each:.1f} GiB less"
+    hint = f"(30.0 GiB of them kept in reserve) leave. --keep_checkpoints 1 takes {2 * each:.1f} GiB less"
     assert "does NOT fit" not in planned.plan_output(published, capsys, f"{machine} 2000")
     assert f"GiB of disk {hint}" in planned.plan_output(published, capsys, f"{machine} 300")
