@@ -137,16 +137,10 @@ def _of_path(read: Callable[[str], Any]) -> Callable[[str], Any]:
     """Return `read` for a flag that names files or folders; blank text names none, and Path("") is `.`."""
 
     def named(text: str) -> Any:
-        if not is_text(text):
-            raise argparse.ArgumentTypeError(
-                f"{text!r} has a byte that is no UTF-8. Rename the file or folder"
-            )
-        if not text.strip():
-            unset = (
-                "names no file or folder. Name one, or leave the flag out; is a variable of the shell unset?"
-            )
-            raise argparse.ArgumentTypeError(f"{text!r} {unset}")
-        return read(text)
+        if text.strip() and is_text(text):
+            return read(text)
+        remedy = "Name one, or leave the flag out; is a variable of the shell unset?"
+        raise argparse.ArgumentTypeError(f"{text!r} can name no file or folder. {remedy}")
 
     return named
 

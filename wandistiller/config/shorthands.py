@@ -1,7 +1,6 @@
 """A recipe and flags become one run: older names, short names of JSONs, and what the user left open."""
 
 import os
-from dataclasses import replace
 from typing import Any
 
 from wandistiller.config.aliases import TEACHER, teacher_file, without_aliases
@@ -9,7 +8,7 @@ from wandistiller.config.run_config import AUTO, ZERO, RunConfig, read_run_confi
 from wandistiller.config.validate import collecting
 from wandistiller.data.lines import prompt_problems
 from wandistiller.engine.ds_config import key_problems, load
-from wandistiller.engine.ds_json import DeepSpeedJson
+from wandistiller.engine.ds_overrides import fill_auto
 from wandistiller.teacher.strategies import strategies
 from wandistiller.utils.errors import ConfigError
 
@@ -45,7 +44,7 @@ def merged(
     if flags.get("deepspeed_config") == AUTO != own and isinstance(own, str | dict):
         with collecting(problems):  # its batch, optimizer and schedule stay
             json = load(own)
-            problems += _own_problems(json)
+            problems += key_problems(fill_auto(json, 1))
             flags["deepspeed_config"] = json.replaced(**{ZERO: AUTO}).raw
     origin = dict.fromkeys(values, where) | dict.fromkeys(flags, "command line")
     if emulated is not None:
@@ -59,18 +58,6 @@ def merged(
     if problems:
         raise ConfigError(*problems)
     return run
-
-
-def _own_problems(json: DeepSpeedJson) -> list[str]:
-    """List the problems of a student's JSON whatever the run decides in place of "auto" in it."""
-    decided = key_problems(replace(json, raw=_without_auto(json.raw)))  # what is missing may be "auto"
-    return [problem for problem in key_problems(json) if problem in decided]
-
-
-def _without_auto(section: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what the run decides."""
-    given = {key: value for key, value in section.items() if value != AUTO}
-    return {key: _without_auto(value) if isinstance(value, dict) else value for key, value in given.items()}
 
 
 def _open_precisions(given: dict[str, Any], named: Any, emulated: bool) -> dict[str, str]:

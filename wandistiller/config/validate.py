@@ -14,7 +14,7 @@ from wandistiller.config.start import Start, read_start
 from wandistiller.data.dataset import GIVEN, PromptDataset, read_dataset
 from wandistiller.data.lines import clean
 from wandistiller.engine.ds_config import load, student_engine
-from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides, fill_auto, fill_steps
+from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides, fill_auto
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.preflight import config_problems
 from wandistiller.objectives.registry import read_objective
@@ -183,7 +183,7 @@ def read_engine(
     json = apply_overrides(json, overrides)
     if source == DEFAULT_ENGINE:  # its values are defaults
         json = dataclasses.replace(json, overridden=())
-    json = fill_steps(fill_auto(json, transformer.width), steps)
+    json = fill_auto(json, steps)
     engine = student_engine(json, ranks).with_number_of_checkpoints(transformer.num_layers, PARTS)
     if problems := config_problems(engine, here=here):
         raise ConfigError(*problems)

@@ -5,6 +5,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
@@ -28,10 +29,7 @@ class Meeting:
     def __init__(self, watchdog: Watchdog):
         self.rank, self.world, self._watchdog = watchdog.rank, watchdog.world, watchdog
         self.host, self.port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-
-    @property
-    def address(self) -> str:
-        return f"{self.host}:{self.port}"
+        self.address = f"{self.host}:{self.port}"
 
     def attend(self) -> Store:
         """Wait for all ranks; return the store in which they do. Collective.
@@ -92,8 +90,6 @@ class Meeting:
 
     def _answers(self) -> bool:
         """Return whether a program listens at the address."""
-        try:
-            socket.create_connection((self.host, self.port), timeout=1).close()
-        except OSError:
-            return False
-        return True
+        with suppress(OSError), socket.create_connection((self.host, self.port), timeout=1):
+            return True
+        return False

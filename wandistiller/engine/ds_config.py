@@ -90,22 +90,20 @@ def _unnamed(source: str, named: dict[str, str]) -> str | None:
 
 
 def key_problems(json: DeepSpeedJson) -> list[str]:
-    """List unknown keys and wrong values of all sections, and "auto", which DeepSpeed itself cannot read."""
+    """List unknown keys and wrong values of all sections."""
     problems = not_offered_problems(json)
     json, where = json.without(*NOT_OFFERED), json.where
     for name, types in section_types().items():
-        given = {k: v for k, v in json.section(name).items() if v != "auto" or k not in types}
+        given = dict(json.section(name))
         prefix = f"{name}." if name else ""
         for key in sorted(given.keys() - types.keys()):
             if remedy := _renamed_or_misplaced(key):
                 problems.append(json.problem(prefix + key, given.pop(key), remedy))
         problems += check(where, given, types, prefix)[0]
     for name, types in PARAMS.items():
-        given = {k: v for k, v in json.section(name).items() if v != "auto"}
-        problems += value_problems(where, given, types, f"{name}.")
+        problems += value_problems(where, json.section(name), types, f"{name}.")
     problems += _typed_problems(json, "optimizer", OPTIMIZERS)
-    problems += _typed_problems(json, "scheduler", SCHEDULERS)
-    return problems + _auto_problems(json)
+    return problems + _typed_problems(json, "scheduler", SCHEDULERS)
 
 
 def _renamed_or_misplaced(key: str) -> str | None:
@@ -114,16 +112,6 @@ def _renamed_or_misplaced(key: str) -> str | None:
         return f"Unknown key. Did you mean `{RENAMED[key]}`?"
     sections = [name for name, types in (section_types() | PARAMS).items() if key in types and name]
     return f"Its place is the section `{sections[0]}`." if len(sections) == 1 else None
-
-
-def _auto_problems(json: DeepSpeedJson) -> list[str]:
-    """List what is still "auto", which DeepSpeed itself cannot read."""
-    left, precisions = _auto(json.raw), ["bf16.enabled", "fp16.enabled"]
-    problems = [json.problem(key, "auto", "Write the value itself.") for key in left if key not in precisions]
-    if either := [key for key in precisions if key in left]:
-        remedy = "Write true in one of the sections bf16 and fp16, or leave both out for float32."
-        problems.append(f'{json.where}: `{"` and `".join(either)}` is "auto". {remedy}')
-    return problems
 
 
 def _typed_problems(json: DeepSpeedJson, section: str, types: tuple[str, ...]) -> list[str]:
@@ -147,12 +135,6 @@ def _typed_problems(json: DeepSpeedJson, section: str, types: tuple[str, ...]) -
         if required and key not in params
     ]
     return problems + (unknown_keys(json.where, params, known, f"{section}.params.") if known else [])
-
-
-def _auto(value: Any, prefix: str = "") -> list[str]:
-    if isinstance(value, dict):
-        return [k for key, v in value.items() for k in _auto(v, f"{prefix}.{key}" if prefix else key)]
-    return [prefix] if value == "auto" else []
 
 
 def student_engine(json: DeepSpeedJson, world: int) -> EngineConfig:

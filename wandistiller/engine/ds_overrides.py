@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from wandistiller.engine.ds_json import OPEN, DeepSpeedJson
-from wandistiller.engine.ds_schema import BATCH_KEYS, MODELS, MUON_RATES, PEAKS
+from wandistiller.engine.ds_schema import BATCH_KEYS, BLOCK, MUON_RATES, PEAKS
 
 J = TypeVar("J", bound=DeepSpeedJson)
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
@@ -64,56 +64,35 @@ def _copy(json: J) -> J:
     return replace(json, raw=copy.deepcopy(json.raw))
 
 
-def fill_auto(json: DeepSpeedJson, width: int) -> DeepSpeedJson:
-    """Fill "auto" as transformers' Trainer does with its defaults; `fill_steps` has the rest.
+def fill_auto(json: J, max_steps: int) -> J:
+    """Fill "auto" as transformers' Trainer does by default, or leave it out.
 
-    Two differ: the precision is bf16, as in the shipped JSONs, and a batch size that follows from others is
-    left out. Without an optimizer a schedule's rate is AdamW's.
+    The precision is bf16, as in the shipped JSONs. Without an optimizer a schedule's rate is AdamW's.
     Source: transformers 5.23, integrations/deepspeed.py, HfTrainerDeepSpeedConfig, and TrainingArguments.
 
     Args:
-        width: of the student, heads x head dimension; bucket sizes depend on it.
+        max_steps: of the run, for a schedule that must know its length.
     """
     json = _copy(json)
-    ds, of_optimizer = json.raw, json.section("optimizer.params")
-    left_open = [key for key in BATCH_KEYS if ds.get(key) == "auto"]
-    for key in left_open:
-        del ds[key]
-    if left_open and MICRO not in ds and TOTAL not in ds:
+    ds, fp16 = json.raw, json.section("fp16").get("enabled")
+    if "auto" in map(ds.get, BATCH_KEYS) and ds.get(MICRO) in OPEN and ds.get(TOTAL) in OPEN:
         ds[MICRO] = 8
-    of_schedule, peak = json.section("scheduler.params"), PEAKS.get(json.schedule)
-    if "optimizer" not in ds and (rate := of_schedule.get(peak)) not in OPEN:
-        ds["optimizer"] = {"type": "AdamW", "params": {"lr": rate}}
-    lr = 5e-5 if of_optimizer.get("lr") in OPEN else of_optimizer["lr"]
-    fp16 = json.section("fp16").get("enabled")
-    if fp16 == "auto" and "bf16" not in ds:
-        ds["bf16"] = {"enabled": "auto"}
-    of_trainer = {
-        "": {"gradient_clipping": 1.0, "steps_per_print": 10**9},
-        "optimizer.params": {"lr": lr, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
-        "scheduler.params": {"warmup_min_lr": 0, "warmup_max_lr": lr, "warmup_num_steps": 1},
-        "bf16": {"enabled": fp16 is not True},
-        "fp16": {"enabled": False},
-        "zero_optimization": {
-            "stage": 2,
-            "reduce_bucket_size": width * width,
-            "stage3_prefetch_bucket_size": int(0.9 * width * width),
-            "stage3_param_persistence_threshold": 10 * width,
-        },
-    }
-    for section in of_trainer | MODELS:
-        given, values = json.section(section), of_trainer.get(section, {})
-        for key in [key for key, value in given.items() if value == "auto"]:
-            if key in values:
-                given[key] = values[key]
-            elif section in MODELS:  # which takes it for the default
-                del given[key]
-    return json
+    peak = json.section("scheduler.params").get(PEAKS.get(json.schedule))
+    if "optimizer" not in ds and peak not in OPEN:
+        ds["optimizer"] = {"type": "AdamW", "params": {"lr": peak}}
+    if fp16 == "auto":
+        ds.setdefault("bf16", {"enabled": "auto"})
+    if json.section("bf16").get("enabled") == "auto":
+        ds["bf16"]["enabled"] = fp16 is not True
+    lr = json.section("optimizer.params").get("lr", "auto")
+    lr = 5e-5 if lr == "auto" else lr
+    filled = {"lr": lr, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0, "warmup_max_lr": lr}
+    filled |= {"warmup_min_lr": 0, "warmup_num_steps": 1, "total_num_steps": max_steps, "stage": 2}
+    own = {BLOCK: ds[BLOCK]} if BLOCK in ds else {}
+    return replace(json, raw=_without_auto(ds, filled) | own)
 
 
-def fill_steps(json: DeepSpeedJson, max_steps: int) -> DeepSpeedJson:
-    """Fill what a schedule must know of the length of the run, once that is known."""
-    json = _copy(json)
-    if (params := json.section("scheduler.params")).get("total_num_steps") == "auto":
-        params["total_num_steps"] = max_steps
-    return json
+def _without_auto(section: dict[str, Any], filled: dict[str, Any]) -> dict[str, Any]:
+    given = {k: filled.get(k) if value == "auto" else value for k, value in section.items()}
+    inner = {k: _without_auto(value, filled) for k, value in given.items() if isinstance(value, dict)}
+    return {k: value for k, value in (given | inner).items() if value is not None}

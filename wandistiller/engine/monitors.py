@@ -35,21 +35,17 @@ _named = [""]
 
 def monitor_problems(engine: EngineConfig) -> list[str]:
     """List what stops the monitors of a JSON, by trying them on rank 0, which alone has them."""
-    on = [key for key in (*MONITORS, "csv_monitor") if engine.section(key).get("enabled") and not rank()]
-    folders = {f"{key}.output_path": _folder(engine, key) for key in on if key in IN_FOLDERS}
-    problems = [
-        f"{engine.where}: {p}" for key, folder in folders.items() for p in folder_problems(key, folder)
-    ]
-    for key in filter(MONITORS.get, on):
-        if refusal := _refusal(key, engine.section(key).get("online", True)):
+    problems = []
+    for key in (*MONITORS, "csv_monitor"):
+        section = engine.section(key)
+        if rank() or not section.get("enabled"):
+            continue
+        if key in IN_FOLDERS:  # as DeepSpeed (0.19.8) names them
+            folder = Path(section.get("output_path", ""), section.get("job_name", "DeepSpeedJobName"))
+            problems += [f"{engine.where}: {p}" for p in folder_problems(f"{key}.output_path", folder)]
+        if key in MONITORS and (refusal := _refusal(key, section.get("online", True))):
             problems.append(engine.problem(f"{key}.enabled", True, refusal))
     return problems
-
-
-def _folder(engine: EngineConfig, key: str) -> Path:
-    """Return the folder that DeepSpeed (0.19.8) writes the files of a section to."""
-    section = engine.section(key)
-    return Path(section.get("output_path", ""), section.get("job_name", "DeepSpeedJobName"))
 
 
 @cache

@@ -93,9 +93,8 @@ def _machine_problems(engine: EngineConfig) -> list[str]:
         remedy = "On a CPU DeepSpeed has it only with `offload_optimizer`."
         problems.append(engine.problem("optimizer.type", kind, remedy))
     if on_cpu and engine.optimizer == "lamb":
-        problems.append(
-            engine.problem("optimizer.type", kind, "DeepSpeed has it on GPUs alone. Write AdamW.")
-        )
+        remedy = "DeepSpeed has it on GPUs alone. Write AdamW."
+        problems.append(engine.problem("optimizer.type", kind, remedy))
     if lacks_nvcc():
         problems += _toolkit_problems(engine)
     profile = engine.section("flops_profiler")

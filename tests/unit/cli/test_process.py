@@ -118,16 +118,6 @@ def test_a_signal_while_a_part_is_compiled_ends_the_command_and_the_compiler(
     assert not (tmp_path / "cpu_adam" / "cpu_adam.so").exists()
 
 
-@pytest.mark.parametrize("mebibytes", [100, 500, 780])
-def test_too_little_address_space_for_the_libraries_is_out_of_memory_in_one_line(
-    mebibytes: int, tmp_path: Path
-) -> None:
-    words = ["bash", "-c", f'ulimit -v {mebibytes * 1024}; exec "$@"', "bash", *WORDS, "doctor"]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment(), cwd=tmp_path)
-    assert done.returncode == 3 and len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("Out of memory: this shell allows 0.")
-
-
 def test_a_missing_library_is_named_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
     path = os.pathsep.join([str(tmp_path), str(ROOT)])

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 from ranks import write_json
+from rates import Rates
 from reading import read_run
 
 from wandistiller.config.validate import read_job
 from wandistiller.engine.engine_config import EngineConfig
-from wandistiller.engine.lr_preview import Rates
 
 ENGINE = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
 CYCLE = {"cycle_min_lr": 1e-6, "cycle_max_lr": 1e-4}

@@ -137,21 +137,6 @@ def test_a_value_that_a_json_leaves_open_or_the_default_one_has_is_the_setting_s
     assert of(found) == expected and not found.student_engine.overridden
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "remedy"),
-    [({}, ""), ({"batch_size": 8}, ", 8 at a time")],
-    ids=["left out", "given"],
-)
-def test_a_number_of_ranks_that_cannot_share_a_batch_is_told_which_can(
-    batch_size: dict[str, int], remedy: str, tmp_path: Path
-) -> None:
-    ds = {"optimizer": ADAM, "train_batch_size": 64}
-    message = refused({"deepspeed_config": ds}, batch_size, tmp_path, world=3)
-    assert "`train_batch_size` is 64. 64 samples cannot be shared by 3 ranks" in message
-    multiple = 3 * batch_size.get("batch_size", 1)
-    assert message.endswith(f"{remedy}; use 1, 2, 4 or 8, or write a multiple of {multiple}.")
-
-
 def test_the_loss_scale_of_a_json_is_kept_beside_its_precision_as_a_flag() -> None:
     json = load({"fp16": {"enabled": "auto", "initial_scale_power": 7}}).in_precision("float16")
     assert json.raw == {"fp16": {"enabled": True, "initial_scale_power": 7}}

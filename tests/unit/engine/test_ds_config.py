@@ -13,7 +13,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from wandistiller.engine import ds_config, ds_schema
 from wandistiller.engine.batch_size import BatchSize, batch_size
 from wandistiller.engine.ds_json import DeepSpeedJson
-from wandistiller.engine.ds_overrides import fill_auto, fill_steps
+from wandistiller.engine.ds_overrides import fill_auto
 from wandistiller.engine.ds_schema import section_types
 from wandistiller.engine.ds_unsupported import NOT_OFFERED
 from wandistiller.teacher.teacher_json import read_placement
@@ -129,20 +129,6 @@ def test_a_misspelled_key_of_every_section_names_the_right_one(section: str) -> 
     assert unknown == [f"x.json: `{path}` is 1. Unknown key. Did you mean `{key}`?"]
 
 
-@pytest.mark.parametrize(
-    ("change", "key"),
-    [
-        ({"gradient_clipping": "auto"}, "gradient_clipping"),
-        ({"zero_optimization": {"reduce_bucket_size": "auto"}}, "zero_optimization.reduce_bucket_size"),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params.lr"),
-    ],
-)
-def test_auto_is_refused_wherever_it_stands(change: dict, key: str) -> None:
-    assert refused(ds_config.student_engine, STUDENT | change, 1) == [
-        f'x.json: `{key}` is "auto". Write the value itself.'
-    ]
-
-
 def test_keys_that_are_refused_may_stand_there_switched_off() -> None:
     zero = {"stage": 3, "memory_efficient_linear": False, "zero_quantized_weights": False}
     zero["stage3_module_granularity_threshold"] = 0
@@ -252,7 +238,7 @@ def test_the_precision_is_read_off_the_sections(ds: dict, name: str) -> None:
 @pytest.mark.parametrize("file", sorted((SHIPPED / "student").glob("*.json")), ids=lambda f: f.name)
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_shipped_student_json_passes(file: Path, world: int) -> None:
-    json = fill_steps(fill_auto(ds_config.load(str(file)), 64), 700)
+    json = fill_auto(ds_config.load(str(file)), 700)
     batch = ds_config.student_engine(json, world).batch
     assert batch.micro * batch.accumulation * world == batch.total and batch.ranks == world
 

@@ -11,10 +11,9 @@ from recipes import ADAM
 from small_wan import small_transformer
 from states import state
 
-from wandistiller.config.summary import without_learning
 from wandistiller.config.validate import read_job
 from wandistiller.engine.ds_config import load, student_engine
-from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides, fill_auto, fill_steps
+from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides, fill_auto
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.preflight import config_problems
 from wandistiller.experts import Expert
@@ -23,7 +22,7 @@ from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.keyed_random import keyed_normal
 
-WIDTH, STEPS, LR = 64, 500, 1e-4
+STEPS, LR = 500, 1e-4
 PATHS = {"teacher_path": "tiny", "data_path": "tiny"}
 NO_DECAY = {"weight_decay": 0.0}
 
@@ -87,7 +86,7 @@ def read(given: dict[str, Any], lr: float | None = LR) -> EngineConfig:
     json = load(given)
     if lr and "optimizer" not in given and "scheduler" not in given:
         json = apply_overrides(json, EngineOverrides(lr=lr))
-    engine = student_engine(fill_steps(fill_auto(json, WIDTH), STEPS), 1)
+    engine = student_engine(fill_auto(json, STEPS), 1)
     if problems := config_problems(engine, here=False):
         raise ConfigError(*problems)
     return engine
@@ -184,53 +183,9 @@ def test_one_message_names_key_value_and_what_to_write(change: dict[str, Any], m
     assert found.startswith("recipe: `") and message in found
 
 
-def test_both_precisions_auto_in_a_teacher_s_json_are_one_message() -> None:
-    with pytest.raises(ConfigError) as caught:
-        read_placement(load({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}))
-    remedy = "Write true in one of the sections bf16 and fp16, or leave both out for float32."
-    assert caught.value.problems == [f'recipe: `bf16.enabled` and `fp16.enabled` is "auto". {remedy}']
-
-
-WARMUP = schedule("WarmupLR", warmup_max_lr=1e-3, warmup_num_steps=4)
-DECAY = schedule("WarmupDecayLR", warmup_max_lr=1e-3, warmup_num_steps=4, total_num_steps=20)
-COSINE = schedule("WarmupCosineLR", warmup_min_ratio=0.1, warmup_num_steps=4, total_num_steps=20)
-TWO_STEPS = "begins with a learning rate of 0: steps 1 to 2 of {} train nothing"
-
-
-@pytest.mark.usefixtures("quiet_logging")
-@pytest.mark.parametrize(
-    ("more", "steps", "lines"),
-    [
-        ({}, 2, []),
-        (WARMUP, 100, [f"schedule  WarmupLR {TWO_STEPS.format(100)}"]),
-        (
-            COSINE,
-            20,
-            ["schedule  WarmupCosineLR begins with a learning rate of 0: step 1 of 20 trains nothing"],
-        ),
-        (schedule("WarmupLR", warmup_min_lr=1e-5, warmup_max_lr=1e-3), 100, []),
-        (
-            WARMUP,
-            2,
-            [
-                "warning   the learning rate of all 2 steps is 0 by WarmupLR: nothing is trained. Write "
-                '"max_steps" above 2, or remove `scheduler`'
-            ],
-        ),
-        (
-            DECAY,
-            30,
-            [
-                f"schedule  WarmupDecayLR {TWO_STEPS.format(30)}",
-                "warning   the learning rate is 0 by WarmupDecayLR from step 22 on: 9 of 30 steps train "
-                'nothing. Write a larger `total_num_steps`, or "auto"',
-            ],
-        ),
-    ],
-    ids=str,
-)
-def test_steps_that_train_nothing_are_named(more: dict[str, Any], steps: int, lines: list[str]) -> None:
-    assert without_learning(read(TINY | {"optimizer": ADAM} | more, lr=None), steps) == lines
+def test_an_open_precision_of_a_teacher_is_bf16_too() -> None:
+    placement = read_placement(load({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}))
+    assert placement.engine.precision == "bfloat16"
 
 
 def learner(engine: EngineConfig) -> Learner:
