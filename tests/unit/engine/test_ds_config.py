@@ -152,33 +152,9 @@ def test_what_deepspeed_would_choose_in_silence_is_written_out() -> None:
     assert ds["timers"] == {"throughput": {"enabled": False}}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"managed_gradient_accumulation": False},
-        {"gradient_allreduce_op": "sum"},
-        {"gradient_allreduce_op": "SUM"},
-    ],
-    ids=str,
-)
-def test_other_sums_of_the_gradients_than_the_batch_s_mean_are_refused(change: dict[str, Any]) -> None:
-    (problem,) = refused(ds_config.student_engine, STUDENT | change, 2)
-    ((key, value),) = change.items()
-    assert problem.startswith(f"x.json: `{key}` is {json.dumps(value)}. ") and "or remove it." in problem
-
-
 def test_the_gradients_of_a_batch_may_be_asked_for_as_they_are_by_default() -> None:
     more = {"managed_gradient_accumulation": True, "gradient_allreduce_op": "mean"}
     assert ds_config.student_engine(x_json(STUDENT | more), 2).raw.items() >= more.items()
-
-
-@pytest.mark.parametrize("value", [True, False])
-def test_a_bias_correction_that_torch_s_adam_cannot_take_is_refused(value: bool) -> None:
-    params = {"lr": 1e-4, "torch_adam": True, "bias_correction": value}
-    (problem,) = refused(
-        ds_config.student_engine, STUDENT | {"optimizer": {"type": "Adam", "params": params}}, 1
-    )
-    assert problem.startswith(f"x.json: `optimizer.params.bias_correction` is {json.dumps(value)}. ")
 
 
 @pytest.mark.parametrize(
