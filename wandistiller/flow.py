@@ -53,10 +53,6 @@ class FlowSchedule:
     boundary: float | None
     """Least sigma of the high-noise expert; None for a teacher with one expert."""
     seed: int
-    global_batch: int
-    """Samples per optimizer step, over all ranks and micro-steps."""
-    expert_blocks: int = 1
-    """Equal parts of the global batch, each with a draw of its expert."""
     handover: float | None = None
     """Sigma at which a student's high-noise expert hands over to its other one; None: it has one expert."""
     few: FewSteps | None = None
@@ -101,11 +97,11 @@ class FlowSchedule:
         """Return the probability of the high-noise expert: 1 - unshifted(boundary)."""
         return 1.0 if self.boundary is None else 1 - self.unshifted(self.boundary)
 
-    def draw_expert(self, step: int, block: int) -> Expert:
-        """Draw the expert of one block of one optimizer step, equal on every rank by construction."""
+    def draw_expert(self, step: int) -> Expert:
+        """Draw the expert of one optimizer step, equal on every rank by construction."""
         if self.trained:
             return self.trained
-        u = self.uniform("expert", step, block)
+        u = self.uniform("expert", step, 0)
         return Expert.HIGH_NOISE if u < self.high_noise_share() else Expert.LOW_NOISE
 
     def draw_sigma(self, expert: Expert, step: int, sample_index: int) -> float:
@@ -126,10 +122,10 @@ class FlowSchedule:
 
         Args:
             x0_BCFHW: normalised clean latents, float32.
-            sample_index_B: global sample indices, `step * global_batch` + slot; all in one expert block.
+            sample_index_B: global sample indices, step times samples of a step + slot.
             step: optimizer step, counted from 0.
         """
-        expert = self._expert(sample_index_B, step)
+        expert = self.draw_expert(step)
         sigmas = [self.draw_sigma(expert, step, i) for i in sample_index_B]
         keys = [(self.seed, "noise", step, i) for i in sample_index_B]
         return with_noise(x0_BCFHW, conditioning, expert, sigmas, keys)
@@ -165,7 +161,7 @@ class FlowSchedule:
             sigma_S: noise levels of the states, falling to 0, where the state is x0.
             states: reads each sample's state of a number.
         """
-        expert = self._expert(sample_index_B, step)
+        expert = self.draw_expert(step)
         segments = self.segments(expert, sigma_S.tolist())
         generators = [keyed_generator(self.seed, "segment", step, i) for i in sample_index_B]
         s_B = [segments[torch.randint(len(segments), (), generator=g)] for g in generators]
@@ -182,14 +178,6 @@ class FlowSchedule:
             conditioning=conditioning,
             expert=expert,
         )
-
-    def _expert(self, sample_index_B: list[int], step: int) -> Expert:
-        return self.draw_expert(step, self.block(sample_index_B, step))
-
-    def block(self, sample_index_B: list[int], step: int) -> int:
-        """Return the expert block that these samples of a step are in."""
-        slot = sample_index_B[0] - step * self.global_batch
-        return slot * self.expert_blocks // self.global_batch
 
 
 def band_name(low: float, high: float) -> str:

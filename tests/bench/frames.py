@@ -14,7 +14,7 @@ from planned import gpus, published_job
 from published_wan import write_wans
 
 from wandistiller.planner.machine import Machine
-from wandistiller.planner.resolve_auto import choices
+from wandistiller.planner.resolve_auto import pairs
 from wandistiller.utils.system_memory import GIB
 
 MACHINES = {
@@ -29,14 +29,14 @@ FRAMES = (1, 17, 49, 81)
 
 def cell(folder: Path, machine: Machine, height: int, width: int, frames: int) -> str:
     """What the simplest combination at a micro-batch of 1 takes."""
-    job = published_job(folder, machine, height=height, width=width, num_frames=frames)
-    fits = choices(job, machine, keeps_sharing=False, suits=lambda choice: choice.job.batch.micro == 1)
-    best = next(fits, None)
-    if not best:
-        return "does not fit"
-    ranks = f", {n} ranks" if (n := best.job.run.context_parallel) > 1 else ""
-    gib = max(b.device + b.transient for b in best.takes) / GIB
-    return f"{gib:.1f}: {best.student}, {best.teacher}{ranks}"
+    size = {"height": height, "width": width, "num_frames": frames}
+    for sharers in [1] if frames == 1 else [n for n in (1, 2, 4, 8) if machine.ranks % n == 0]:
+        job = published_job(folder, machine, context_parallel=sharers, **size)
+        fits = (pair.fitting(pair.sizes[0], machine) for pair in pairs(job, machine))
+        if best := next(filter(None, fits), None):
+            gib = max(b.device + b.transient for b in best.takes) / GIB
+            return f"{gib:.1f}: {best.student}, {best.teacher}{f', {sharers} ranks' * (sharers > 1)}"
+    return "does not fit"
 
 
 def main() -> None:

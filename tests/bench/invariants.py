@@ -95,7 +95,8 @@ RUNS |= {
         **SMALL,
         "deepspeed_config": ENGINE | {"gradient_accumulation_steps": 2, "train_batch_size": 4},
         "student_config": {"init": "teacher", "experts": "two"},
-        "objective": DMD2 | {"steps": 4, "expert": "low_noise"},
+        "objective": DMD2 | {"steps": 4, "expert": "high_noise"},
+        "shift": 7.0,
         "max_steps": 2,
     },
     "ranks that share samples": {

@@ -1,4 +1,4 @@
-"""Bytes between ranks and nodes in a step of each shipped JSON: planned by `wandistiller plan`, and counted.
+"""Bytes between ranks and nodes in a step of each shipped JSON, counted.
 
     sudo env PATH=$PATH python tests/bench/network.py                 # a quarter of an hour on two cores
     sudo env PATH=$PATH python tests/bench/network.py --students zero2 zero3 --teachers replicated
@@ -15,18 +15,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from common import head, parser, row
 from planned import pipeline, recipe
 from ranks import ROOT, STUDENTS, TEACHERS, environment, free_port, write_json
 
-from wandistiller.config.run_config import RunConfig
-from wandistiller.config.validate import read_job
-from wandistiller.planner.hardware_rates import default_rates
-from wandistiller.planner.machine import machine_now
-from wandistiller.planner.step_time import StepTime
 from wandistiller.utils.files import read_json
 
 MIB = 2**20
@@ -75,17 +69,6 @@ def run(given: Path, nodes: int) -> list[dict]:
     return [json.loads((given.parent / f"sent_{rank}.json").read_text()) for rank in range(2 * nodes)]
 
 
-def planned(given: dict, nodes: int) -> tuple[float, float]:
-    """MiB that a rank sends, and a node to the other."""
-    job = read_job(RunConfig(**given), 2 * nodes)
-    machine = replace(machine_now(), ranks=2 * nodes, ranks_on_node=2)
-    costs = StepTime(job, machine, default_rates(None)).all()
-    return tuple(
-        sum(c.times * m.nbytes for c in costs for m in c.moves if m.way == way) / MIB
-        for way in ("link", "network")
-    )
-
-
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("--folder", type=Path, default=Path("runs/bench_network"))
@@ -99,7 +82,7 @@ def main() -> None:
     wan = pipeline(folder, 512, 2)
     students = [*args.students, *[NEAR] * ("zero3" in args.students)]
     pairs = [(s, "replicated") for s in students] + [("zero2", t) for t in args.teachers if t != "replicated"]
-    heads = "one node: a rank sends, MiB, planned / counted", "two: a node sends", "comms logger, two nodes"
+    heads = "one node: a rank sends, MiB", "two: a node sends", "comms logger, two nodes"
     head("student, teacher", *heads)
     with two_nodes():
         for student, teacher in pairs:
@@ -113,8 +96,7 @@ def main() -> None:
                 seen = run(write_json(folder / "run.json", given), nodes)
                 rank = seen[0]["sent"]["lo"] / 2
                 node = sum(seen[2 * n]["sent"][CABLE] for n in range(nodes)) / nodes
-                plan, count = planned(given, nodes)[nodes - 1], (rank, node)[nodes - 1]
-                cells.append(f"{plan:.1f} / {count / MIB:.1f}")
+                cells.append(f"{(rank, node)[nodes - 1] / MIB:.1f}")
             large = {name: size for name, size in sorted(seen[0]["ops"].items()) if size > MIB / 20}
             ops = ", ".join(f"{name} {size / MIB:.1f}" for name, size in large.items())
             row(f"{student}, {teacher}", *cells, ops)

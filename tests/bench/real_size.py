@@ -36,9 +36,8 @@ from wandistiller.config.job import Job
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.planner.disk import written
-from wandistiller.planner.hardware_rates import Rates
 from wandistiller.planner.machine import machine_now
-from wandistiller.planner.step_time import StepTime
+from wandistiller.planner.time import Rates, Times
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB
 from wandistiller.wan.transformer import meta_transformer
@@ -180,9 +179,8 @@ def report(output: Path, used: dict[str, Used], job: Job, rate: float) -> None:
     disk = written(job, accelerator=False).whole / GIB
     print(f"\ndisk: run and cache {size_of(output):.2f} GiB; planned {disk:.2f}")
     seconds = min(line["seconds"] for line in metrics(output))
-    instant = {key: 1e8 for key in ("pcie", "link", "network", "memory", "disk")}
-    rates = Rates(tflops=rate * os.cpu_count(), cpu_tflops=1e8, **instant)
-    products = StepTime(job, replace(machine_now(), ranks=1, ranks_on_node=1), rates).floor()
+    rates = Rates(tflops=rate * os.cpu_count(), pcie=1e8)
+    products = sum(Times(job, replace(machine_now(), ranks=1, ranks_on_node=1), rates).computing().values())
     share, rate = seconds / products, 1000 * rate
     print(f"step: {seconds:.1f} s, {share:.2f} of its products at {rate:.0f} GFLOP/s a core")
 

@@ -40,7 +40,7 @@ def main() -> None:
     noise = keyed_normal((len(prompts), *folder.latent_shape(64, 64, 1)), "bench")
 
     def euler(steps: int) -> Tensor:
-        levels = FlowSchedule(args.shift, None, 0, 1).steps(steps)
+        levels = FlowSchedule(args.shift, None, 0).steps(steps)
         return denoise(
             network.velocity, folder, args.shift, noise, Conditioning(text_BLD), 0, FewSteps(tuple(levels))
         )[0]

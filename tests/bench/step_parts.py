@@ -18,7 +18,7 @@ from states import state
 from torch.profiler import ProfilerActivity, profile
 
 from wandistiller.engine.activation_checkpointing import CheckpointPolicy
-from wandistiller.wan.flops import forward_flops, step_flops
+from wandistiller.wan.flops import count_flops
 from wandistiller.wan.text_padding import TEXT_TOKENS
 from wandistiller.wan.transformer import meta_transformer, usual_config, velocity
 
@@ -84,7 +84,8 @@ def main() -> None:
     step_seconds = seconds(step)
     fastest = max(before, between, rate())
     policy = CheckpointPolicy()
-    ideal = forward_flops(config, latent), step_flops(meta_transformer(config), config, latent, policy)
+    flops = count_flops(config, latent)
+    ideal = flops.forward, (1 + flops.recomputed(policy)) * flops.forward + flops.backward(trained=1)
     print(f"{height}x{width}, {LAYERS} layers, {fastest / 1e9:.0f} GFLOP a CPU second in a large product\n")
     head("", "CPU s", "times its operations at that rate")
     for name, took, operations in zip(

@@ -28,7 +28,7 @@ tests() { "$python" -m pytest -q -p no:cacheprovider -m gpu "$@"; }
 streamed() { "$python" tests/gpu/stream_14b.py --folder "$folder/stream" $small --layers "$@"; }
 measured() { "$python" tests/gpu/measure.py "$@" $small; }
 
-doctor() { "$python" -m wandistiller doctor --measure; }
+doctor() { "$python" -m wandistiller doctor; }
 numbers() { tests -n $workers -rP tests/gpu/test_numbers.py -k in_float32; }
 stream() { streamed $((layers > 4 ? 4 : 1)) --batches $batches; }
 overlap() { measured overlap; }

@@ -25,9 +25,8 @@ from ranks import metrics, run, write_json
 from small_wan import make_large_wan
 from stream_14b import CONFIG, SMALL
 
-from wandistiller.planner.hardware_rates import default_rates
 from wandistiller.planner.peak_memory import CONTEXT
-from wandistiller.planner.step_time import StepTime
+from wandistiller.planner.time import Times, usual_rates
 from wandistiller.utils.files import read_json
 
 RECIPE = "ds_configs/machines/1x16_wan2.1_14b_lora.json"
@@ -60,11 +59,11 @@ def main() -> None:
     args = made.parse_args()
     config = CONFIG | (SMALL if args.small else {}) | {"num_layers": args.layers}
     wan = make_large_wan(args.folder.absolute() / f"{args.layers}_layers", torch.bfloat16, "5GB", **config)
-    print("| run | of GB | seconds a step | at least | loss | GPU GiB planned | measured |\n|" + "---|" * 7)
+    print("| run | of GB | seconds a step | planned | loss | GPU GiB planned | measured |\n|" + "---|" * 7)
     for name in args.rows:
         given, memory = settings(args.folder.absolute(), wan, name, args.small, args.steps), ROWS[name][0]
         planned, (job, machine) = max(predicted(given, 1).values()) / 1024, job_here(given, 1)
-        least = StepTime(job, machine, default_rates(machine.device_size, machine.device_name)).floor()
+        about = Times(job, machine, usual_rates(machine)).step()
         file = write_json(args.folder / f"{name}.json", given)
         words = [active_peaks.__file__, "train", "--recipe", str(file), "--despite_plan"]
         most = {} if REHEARSAL else {"MOST_GPU_BYTES": str(int(memory * 1e9) - CONTEXT)}
@@ -76,8 +75,8 @@ def main() -> None:
         measured = max(max(kinds[counted]) for kinds in peaks.values() if counted in kinds)
         took = median(line["seconds"] for line in steps[1:])
         figures = f"{steps[-1]['loss']:.3g} | {planned:.2f} | {measured:.2f}"
-        print(f"| {name} | {memory} | {took:.2f} | {least:.2f} | {figures} |")
-        text = f"{took:.1f} s a step, {least:.1f} at least, {measured:.2f} of {planned:.2f} GiB planned"
+        print(f"| {name} | {memory} | {took:.2f} | {about:.2f} | {figures} |")
+        text = f"{took:.1f} s a step, about {about:.1f} planned, {measured:.2f} of {planned:.2f} GiB planned"
         print(f"=> {name}: {text}", flush=True)
 
 

@@ -1,14 +1,15 @@
-"""A teacher of one velocity everywhere, a batch for it, and targets beside a student of velocity 0."""
+"""A teacher of one velocity everywhere, a batch for it, and scripts that are played with given networks."""
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-from wandistiller.batch import Batch, Conditioning, Prediction
+from wandistiller.batch import STUDENT, Batch, Conditioning, Prediction, State
 from wandistiller.experts import Expert
 from wandistiller.flow import FlowSchedule
-from wandistiller.objectives.base import Networks
 from wandistiller.objectives.objective import Objective
+from wandistiller.objectives.script import TEACHER, Ask, Learn, Loss, Play, Question, Script, Slope
 from wandistiller.teacher.base import Teacher
 
 X0, NOISE = torch.zeros(2, 1, 1, 2, 2), torch.full((2, 1, 1, 2, 2), 2.0)
@@ -38,24 +39,36 @@ class Constant(Teacher):
         ]
 
 
-def zero(batch: Batch) -> torch.Tensor:
-    """The velocity of a network that is 0 everywhere."""
-    return torch.zeros_like(batch.x_t_BCFHW)
+def answered(
+    script: Script,
+    networks: dict[str, Callable[[Ask], Prediction]],
+    learned: Callable[[State], Prediction],
+    slope: Callable[[Slope], Tensor] | None = None,
+) -> Loss:
+    """Play a script with networks by role, that which learns, and the slope of the critic's."""
+
+    def answer(question: Question) -> Prediction | Tensor:
+        if isinstance(question, Learn):
+            return learned(question.state)
+        return slope(question) if isinstance(question, Slope) else networks[question.role](question)
+
+    play = Play(lambda: script)
+    while play.questions:
+        play.answer([*map(answer, play.questions)])
+    return play.loss
 
 
 def losses(
-    objective: Objective, predictions: dict[str, Prediction], matched: list[Any], batches: dict[str, Batch]
-) -> torch.Tensor:
-    """Loss_TB of terms that need no samples."""
-    loss_TB, _ = objective.losses(predictions, matched, batches, Networks(zero))
-    return loss_TB
-
-
-def targets(
-    objective: Objective, teacher: Teacher | None, batches: dict[str, Batch]
-) -> list[Prediction | None]:
-    """What the terms match, for a student whose velocity is 0."""
-    schedule = FlowSchedule(shift=3, boundary=None, seed=0, global_batch=2)
-    networks = Networks(zero)
-    (predicted,) = objective.predictions(teacher, [batches])
-    return objective.targets(predicted, batches, networks, schedule)
+    objective: Objective,
+    teacher: Teacher,
+    learned: Callable[[State], Prediction],
+    states: dict[str, Batch],
+    schedule: FlowSchedule = FlowSchedule(shift=3, boundary=None, seed=0),  # noqa: B008
+    student: Callable[[State], Tensor] = lambda batch: torch.zeros_like(batch.x_t_BCFHW),
+) -> Tensor:
+    """Loss_TB of a student's update; `learned` predicts where it learns, `student` where it is asked."""
+    networks = {
+        TEACHER: lambda ask: teacher.predict(ask.state, ask.blocks),
+        STUDENT: lambda ask: Prediction(student(ask.state)),
+    }
+    return answered(objective.script(STUDENT, states, schedule), networks, learned).rows_TB

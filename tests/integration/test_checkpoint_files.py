@@ -73,12 +73,10 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "flipped": (WEIGHTS, flip_a_bit, "rank_00000.safetensors is not as it was written"),
     "missing": (WEIGHTS, Path.unlink, "rank_00000.safetensors cannot be read: No such file"),
     "too much": (WEIGHTS, copy_beside, "rank_00001.safetensors is none of its files"),
-    "state cut off": ("run_state.json", cut_off, r"run_state.json has \d+ bytes of \d+"),
     "state flipped": ("run_state.json", flip_a_bit, "run_state.json is not as it was written"),
     "engine flipped": ("transformer/engine.json", flip_a_bit, "engine.json is not as it was written"),
     "no manifest": ("manifest.json", Path.unlink, "it has no manifest.json"),
     "manifest cut off": ("manifest.json", cut_off, "its manifest.json cannot be read"),
-    "manifest empty": ("manifest.json", lambda file: file.write_text(""), "its manifest.json cannot be read"),
     "another manifest": ("manifest.json", lambda f: f.write_text("[1]"), "manifest.json cannot be read"),
     "no sizes": ("manifest.json", write_an_unknown_size, r"rank_00000.safetensors has \d+ bytes of None"),
 }

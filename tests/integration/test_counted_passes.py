@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from planned import ONE_24, RATES
 from recipes import recipe, student_engine
 from slow_cases import slow_but
 from torch import Tensor, nn
 from trainers import trainer_of
 
-from wandistiller.planner.step_time import StepTime
+from wandistiller.planner.time import Passes, passes
 from wandistiller.teacher.base import local_modules, without_guidance
-from wandistiller.wan.flops import forward_flops
 
 DMD2 = {"name": "dmd2", "steps": 4, "critic_updates": 5}
 RUNS = {
@@ -31,15 +29,15 @@ RUNS = {
 }
 
 
-def count(network: nn.Module, passes: Counter, name: str) -> None:
-    """Let `passes` have the samples of all calls of a network's blocks, recomputed ones too, and backward."""
+def count(network: nn.Module, counted: Counter, name: str) -> None:
+    """Count the samples of all calls of a network's blocks, recomputed ones too, and of backward passes."""
 
     def called(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        passes[name, "forward"] += len(inputs[0]) / len(network.blocks)
+        counted[name, "forward"] += len(inputs[0]) / len(network.blocks)
 
     def learns(_: nn.Module, __: Any, outputs: tuple[Tensor, ...]) -> None:
         if outputs[0].requires_grad:
-            outputs[0].register_hook(lambda v: passes.update({(name, "backward"): len(v)}))
+            outputs[0].register_hook(lambda v: counted.update({(name, "backward"): len(v)}))
 
     for block in network.blocks:
         block.register_forward_pre_hook(called)
@@ -52,21 +50,18 @@ def test_a_step_of_dmd2_makes_the_planned_passes_for_each_of_its_samples(
 ) -> None:
     """But for the drawn number of steps, 0 to 3, of which the plan has the mean."""
     given = {"objective": DMD2, "guidance_scale": 4.0, "output_dir": str(tmp_path / "run")} | RUNS[run]
-    trainer, passes = trainer_of(recipe(tmp_path, wan1, **given)), Counter()
+    trainer, counted = trainer_of(recipe(tmp_path, wan1, **given)), Counter()
     job, learners = trainer.job, trainer.learners
     drawn = [next(iter(trainer._read(u, m).values())).exit for u in range(6) for m in range(4)]
     (teacher,) = set(local_modules(without_guidance(trainer.teacher)).values())
     networks = {role: network for role, one in learners.items() for network in one.networks.values()}
     for name, network in (networks | {"teacher": teacher}).items():
-        count(network, passes, name)
+        count(network, counted, name)
     trainer.train_step(0)
-    latent = job.folder.latent_shape(32, 32, 1)
-    size = forward_flops(job.student_transformer, latent) / forward_flops(job.folder.config, latent)
-    critic = 1 if run.startswith("every") else size
-    sizes, found = {"student": size, "critic": critic, "teacher": 1}, Counter()
-    for (name, kind), samples in passes.items():
-        found[name] += sizes[name] * (2 if kind == "backward" else 1) * samples / job.batch.total
-    planned = StepTime(job, ONE_24, RATES).forward_passes()
-    planned["student"] += size * (sum(drawn) / 4 - 6 * 1.5)
-    assert found == pytest.approx(planned, rel=1e-6)
-    assert planned["teacher"] == 2 and passes["critic", "backward"] == 5 * job.batch.total
+    planned = passes(job)
+    own = planned["student"]
+    planned["student"] = own._replace(forward=own.forward + sum(drawn) / 4 - 6 * 1.5)
+    total = job.batch.total
+    found = {role: Passes(*(counted[role, kind] / total for kind in Passes._fields)) for role in planned}
+    assert found == {role: pytest.approx(each, rel=1e-6) for role, each in planned.items()}
+    assert planned["teacher"] == (2, 0) and found["critic"].backward == 5

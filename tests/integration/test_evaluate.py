@@ -130,7 +130,7 @@ def test_markdown_json_and_picture_have_the_figures_and_their_meaning(
 ) -> None:
     result, output = twin
     assert json.loads((output / "evaluation.json").read_text()) == result
-    assert Image.open(output / "evaluation.png").width == 90 + len(PROMPTS) * (128 + 6)
+    assert Image.open(output / "evaluation.png").width == 7 * 16 + 4 * (128 + 6)  # four beside each other
     text = (output / "evaluation.md").read_text(encoding="utf-8")
     seconds, floor = result["teacher"]["seconds_per_sample"], result["frechet"]["latent"]["floor"]
     assert f"| {result['teacher']['parameters']:,} " in text

@@ -161,7 +161,7 @@ def test_comfyui_makes_of_a_styled_few_step_run_what_its_file_for_diffusers_does
 ) -> None:
     file = style(wan2, tmp_path / "style.safetensors", "attn2.to_k", "ffn")
     few = {"objective": {"name": "consistency", "edges": 4}, "shift": 7.0, "max_steps": 8}
-    given = {"student_config": {"experts": "two"}, "lora": LORA, "teacher_lora": str(file)}
+    given = {"student_config": {"experts": "two"}, "lora": LORA, "teacher_lora": f"both={file}"}
     output = train(tmp_path, wan2, ranks=1, **given, **few)
     wandistiller("export", "--checkpoint", output, "--output", output / "lora", "--adapter")
     for expert, comfy, diffusers in zip(Expert, COMFY, DIFFUSERS, strict=True):

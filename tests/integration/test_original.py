@@ -188,6 +188,9 @@ def test_a_lora_whose_rank_is_too_small_for_the_energy_says_so_in_log_and_card(
     assert card.count("of the difference to the teacher, not the 99.9% asked for") == 2
 
 
+LAYERS = ["first", "second"]
+
+
 class Two(nn.Module):
     def __init__(self, first: Tensor, second: Tensor):
         super().__init__()
@@ -203,7 +206,7 @@ def test_the_rank_is_the_least_that_keeps_the_energy_and_what_is_in_no_linear_la
     model = Two(torch.diag(torch.tensor([4.0, 3.0])), torch.diag(torch.tensor([1.0, 2.0])))
     energies = (0.5, 0.6, 0.7, 1.0)
     with torch.no_grad():
-        found = {energy: extract(model, lambda _, out: out.zero_(), energy, most=8) for energy in energies}
+        found = {energy: extract(LAYERS, model.named_parameters(), energy, most=8) for energy in energies}
     assert {energy: f.adapter.rank for energy, f in found.items()} == {0.5: 1, 0.6: 1, 0.7: 2, 1.0: 2}
     assert found[0.5].kept == pytest.approx(20 / 30) and found[1.0].kept == 1.0 and found[1.0].outside == 0.0
     whole = found[1.0].adapter.state
@@ -211,7 +214,7 @@ def test_the_rank_is_the_least_that_keeps_the_energy_and_what_is_in_no_linear_la
     model = Two(torch.diag(torch.tensor([3.0, 0.0])), torch.zeros(2, 2))
     with torch.no_grad():
         model.first.bias.copy_(torch.tensor([1.0, 0.0]))
-        assert extract(model, lambda _, out: out.zero_(), 1.0, most=2).outside == pytest.approx(0.1)
+        assert extract(LAYERS, model.named_parameters(), 1.0, most=2).outside == pytest.approx(0.1)
 
 
 @pytest.mark.usefixtures("quiet_logging")

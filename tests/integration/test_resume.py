@@ -29,6 +29,7 @@ DIFFERENCES = [
     ("student_config", {"num_layers": 3}, "student"),
     ("guidance_scale", 2.5, "guidance"),
     ("objective", "feature", "objective"),
+    ("teacher_deepspeed_config", {"bf16": {"enabled": True}}, "teacher_dtype"),
 ]
 
 

@@ -20,7 +20,7 @@ from wandistiller.config.summary import summary
 from wandistiller.experts import Expert
 from wandistiller.export.source import read_source
 from wandistiller.objectives.dmd2 import CRITIC
-from wandistiller.planner.sweeps import base_sweeps
+from wandistiller.planner.passes import base_sweeps
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.transformer import velocity
@@ -169,7 +169,7 @@ def test_the_base_comes_to_the_device_as_often_as_planned(
     planned, updates = sum(base_sweeps(trainer.job).values()), len(trainer.updates)
     sweeps = len(fetched) / trainer.job.folder.config.num_layers
     assert 0.5 * planned <= sweeps <= planned
-    assert planned / updates <= 4
+    assert planned / updates <= 4 + (objective == "sum") / 3  # one sweep more a step, for its target
 
 
 def test_a_head_start_holds_the_samples_of_no_more_updates_than_a_step(
@@ -276,56 +276,6 @@ def test_a_run_goes_on_bit_for_bit_with_its_base_shared_or_not(
     assert [name for name, t in theirs.items() if not torch.equal(ours[name], t)] == []
 
 
-@pytest.fixture(scope="module")
-def few_step_model(folder: Path, wan2: Path) -> Path:
-    """A student of the teacher's shape, as a pipeline."""
-    more = {"student_config": {"experts": "two"}, "max_steps": 2, "sample_every": 2}
-    return train(folder, wan2, "full", ranks=1, **more) / "student"
-
-
-def starting(few_step_model: Path) -> dict[str, Any]:
-    student = {"student_config": {"experts": "two"}, "objective": CONSISTENCY, "shift": 7.0}
-    return student | {"lora": {"rank": 4, "start": str(few_step_model)}}
-
-
-@pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
-def test_adapters_that_begin_as_a_full_model_learn_the_same_on_one_base_as_on_copies_and_resumed(
-    folder: Path, wan2: Path, few_step_model: Path, ranks: int
-) -> None:
-    given = starting(few_step_model) | {"ranks": ranks, "max_steps": 2, "save_every": 1}
-    own = {"cache_dir": str(folder / f"start_{ranks}_cache")}
-    shared = trained(folder, wan2, f"start_shared_{ranks}", PLACEMENTS["streamed"], **given, **own)
-    assert_same(trained(folder, wan2, f"start_copies_{ranks}", COPIES, **given), shared)
-    assert "of the squared difference of their layers" in logged(shared)
-    middle = str(shared / "checkpoints" / "step_00000001")
-    resumed = trained(folder, wan2, f"start_again_{ranks}", PLACEMENTS["streamed"], **given, resume=middle)
-    assert losses(resumed) == losses(shared)[1:]
-    ours, theirs = learned(resumed), learned(shared)
-    assert [name for name, t in theirs.items() if not torch.equal(ours[name], t)] == []
-
-
-def logged(output: Path) -> str:
-    return "".join(file.read_text() for file in (output / "logs").iterdir())
-
-
-def test_adapters_that_start_from_a_run_with_weights_of_its_own_learn_on_any_teacher_what_they_do_on_copies(
-    folder: Path, wan2: Path
-) -> None:
-    """As runs before the shared base left them: the network in the checkpoint, no `bases` in its facts.
-
-    Of the same first run on the teacher's base the adapters go on; here new ones begin at zero. So only the
-    first loss is the same.
-    """
-    older = trained(folder, wan2, "older", COPIES, student_config={"init": str(wan2 / "transformer_2")})
-    assert read_source(older).facts.bases is None
-    newer = trained(folder, wan2, "newer", COPIES)
-    assert losses(newer) == losses(older)
-    after = {"student_config": {"init": str(older)}, "max_steps": 2}
-    reference = trained(folder, wan2, "after_copies", COPIES, **after)
-    assert_same(trained(folder, wan2, "after_streamed", PLACEMENTS["streamed"], **after), reference)
-    shared = after | {"student_config": {"init": str(newer)}}
-    followed = trained(folder, wan2, "after_newer", PLACEMENTS["streamed"], **shared)
-    assert losses(followed)[0] == pytest.approx(losses(reference)[0], rel=1e-5)
 
 
 def test_the_exported_student_is_the_teacher_with_the_adapters_added(streamed: Path, wan2: Path) -> None:

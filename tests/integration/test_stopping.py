@@ -207,9 +207,5 @@ def test_memory_that_runs_out_on_one_rank_ends_all_with_advice(folder: Path) -> 
     assert re.search(
         r"rank 0: stopped in: step 1, .*; because of rank 1\. Out of memory on rank 1", output
     ), output
-    assert (
-        "What helps:\n" in output
-        and "micro-batch 1 x 4" in output
-        and "fewer frames (--num_frames)" in output
-    ), output
+    assert "What helps:\n  --gradient_checkpointing\n" in output and "wandistiller plan" in output, output
     assert "exitcode  : 3 " in output, output

@@ -60,7 +60,7 @@ def merged(folder: Path, wan2: Path, file: Path) -> Path:
 
 
 def added(file: Path) -> dict[str, Any]:
-    return {"teacher_lora": {"file": str(file), "strength": 0.5}}
+    return {"teacher_lora": {"file": str(file), "strength": 0.5, "expert": "both"}}
 
 
 @pytest.mark.parametrize("placement", slow_but(["streamed"], PLACEMENTS))
@@ -170,14 +170,14 @@ def test_the_log_says_what_is_added_to_the_teacher(folder: Path, adapters: Path,
     )
 
 
-def test_a_lora_that_is_not_finite_is_refused_on_every_rank_once_it_is_read(folder: Path, wan2: Path) -> None:
+def test_a_lora_that_is_not_finite_is_refused_on_every_rank(folder: Path, wan2: Path) -> None:
     bad = style(wan2, folder / "bad.safetensors", "to_q")
     save_file({name: value * math.inf for name, value in load_file(bad).items()}, bad)
-    given = RUN | {"teacher_deepspeed_config": PLACEMENTS["sharded"], "teacher_lora": str(bad)}
+    given = RUN | {"teacher_deepspeed_config": PLACEMENTS["sharded"], "teacher_lora": f"both={bad}"}
     error = wandistiller(
         "train", "--recipe", recipe_file(folder, wan2, "bad", **given), ranks=2, code=2
     ).stderr
-    assert "with them `blocks.0.attn1.to_q.weight` holds numbers that are not finite" in error
+    assert f"{bad}: tensor `transformer.blocks.0.attn1.to_q.lora_A.weight` holds numbers that are" in error
 
 
 def test_the_card_of_adapters_of_the_low_noise_expert_has_it_at_all_noise_levels(
@@ -204,7 +204,7 @@ def test_another_strength_is_another_teacher_for_a_run_that_goes_on(
     folder: Path, wan2: Path, adapters: Path, file: Path
 ) -> None:
     more = RUN | LORA | {"max_steps": 3, "teacher_deepspeed_config": PLACEMENTS["streamed"]}
-    given = recipe_file(folder, wan2, "adapters", **more, teacher_lora=str(file))
+    given = recipe_file(folder, wan2, "adapters", **more, teacher_lora=f"both={file}")
     error = wandistiller("train", "--recipe", given, code=2).stderr
     assert "teacher" in error and "teacher_lora" in error
 

@@ -11,7 +11,7 @@ from wandistiller.experts import Expert, expert_at
 from wandistiller.flow import FlowSchedule, path
 from wandistiller.utils.keyed_random import keyed_generator, keyed_normal
 
-TWO = FlowSchedule(shift=5.0, boundary=0.875, seed=7, global_batch=8)
+TWO = FlowSchedule(shift=5.0, boundary=0.875, seed=7)
 ONE = replace(TWO, boundary=None)
 STEPS = 4000
 
@@ -41,7 +41,7 @@ def test_shift_1_changes_nothing_and_shift_3_maps_a_half_to_three_quarters() -> 
 
 def test_one_expert_has_the_share_1() -> None:
     assert ONE.high_noise_share() == 1.0
-    assert {ONE.draw_expert(step, 0) for step in range(100)} == {Expert.HIGH_NOISE}
+    assert {ONE.draw_expert(step) for step in range(100)} == {Expert.HIGH_NOISE}
 
 
 @pytest.mark.parametrize("expert", list(Expert))
@@ -55,7 +55,7 @@ def test_sigma_lies_on_the_expert_s_side_of_the_boundary(expert: Expert) -> None
     "schedule", [ONE, TWO, replace(TWO, shift=12.0)], ids=["one", "two", "two, shift 12"]
 )
 def test_sigma_over_both_experts_has_the_distribution_of_one_expert(schedule: FlowSchedule) -> None:
-    sigmas = [schedule.draw_sigma(schedule.draw_expert(step, 0), step, 8 * step) for step in range(STEPS)]
+    sigmas = [schedule.draw_sigma(schedule.draw_expert(step), step, 8 * step) for step in range(STEPS)]
     u = torch.tensor(sorted(schedule.unshifted(sigma) for sigma in sigmas), dtype=torch.float64)
     uniform = (torch.arange(STEPS, dtype=torch.float64) + 0.5) / STEPS
     assert (u - uniform).abs().max() < 1.63 / math.sqrt(STEPS)  # Kolmogorov-Smirnov, 1 %
@@ -98,25 +98,8 @@ def test_draws_depend_on_no_rank_no_earlier_draw_and_not_on_torch_s_seed(
 @pytest.mark.parametrize("other", [{"seed": 8}, {"step": 4}, {"index": 25}])
 def test_noise_changes_with_seed_step_and_sample(other: dict[str, int]) -> None:
     key = {"seed": 7, "step": 3, "index": 24}
-    one, two = (
-        some_batch(replace(ONE, seed=k["seed"], global_batch=100), [k["index"]], k["step"])
-        for k in (key, key | other)
-    )
+    one, two = (some_batch(replace(ONE, seed=k["seed"]), [k["index"]], k["step"]) for k in (key, key | other))
     assert not torch.equal(one.noise_BCFHW, two.noise_BCFHW) and not torch.equal(one.sigma_B, two.sigma_B)
-
-
-def test_each_block_of_a_step_draws_its_own_expert() -> None:
-    schedule = replace(TWO, expert_blocks=2)
-    for step in range(50):
-        halves = [some_batch(schedule, [8 * step + slot], step).expert for slot in (0, 3, 4, 7)]
-        assert halves == [schedule.draw_expert(step, block) for block in (0, 0, 1, 1)]
-
-
-def test_blocks_of_one_step_draw_independently() -> None:
-    pairs = [(TWO.draw_expert(step, 0), TWO.draw_expert(step, 1)) for step in range(STEPS)]
-    both = sum(a is b is Expert.HIGH_NOISE for a, b in pairs) / STEPS
-    p = TWO.high_noise_share() ** 2
-    assert abs(both - p) < 3 * math.sqrt(p * (1 - p) / STEPS)
 
 
 def test_keys_that_only_look_alike_give_other_draws() -> None:

@@ -6,16 +6,16 @@ from typing import Any
 MADE_OF = {
     "teacher": ("teacher_path", "teacher_revision", "teacher_lora"),
     "student": ("student_config",),
+    "guidance": ("guidance_scale", "guidance_scale_2", "negative_prompt"),
+    **dict.fromkeys(("vae", "text_encoder", "image_encoder"), ("teacher_path", "teacher_revision")),
     "data": (
         *("data_path", "height", "width", "num_frames", "buckets", "rollout_steps", "rollouts_per_prompt"),
-        *("rollout_path", "seed", "shift", "video_fps", "fit", "background", "clips_per_video"),
+        *("seed", "shift", "video_fps", "fit", "background", "clips_per_video"),
     ),
 }
-"""Keys of the identity that are hashes -> the settings behind them."""
-LISTED = {"guidance": ("guidance_scale", "guidance_scale_2", "negative_prompt")}
-"""Keys of the identity that are lists -> what is in them."""
+"""Keys of the identity that are hashes or lists -> the settings behind them."""
 OTHERWISE = {
-    "teacher": "its files are not as they were",
+    **dict.fromkeys(("teacher", "vae", "text_encoder", "image_encoder"), "its files are not as they were"),
     "student": "the one that it starts from was trained in another way, or lies in another place",
     "data": "other prompts, or names of media",
 }
@@ -26,17 +26,11 @@ def in_words(key: str, saved: dict[str, Any], now: dict[str, Any]) -> str:
     """Say what of a key of the identity was other.
 
     Args:
-        saved, now: {"identity", "facts", "run", "files"} of the checkpoint and of this run; of older
-            checkpoints without "files".
+        saved, now: {"identity", "facts", "run", "files"} of the checkpoint and of this run.
     """
     if key not in MADE_OF:
-        values = [state["identity"].get(key) for state in (saved, now)]
-        if key in LISTED and all(isinstance(value, list) for value in values):
-            values = [dict(zip(LISTED[key], value, strict=False)) for value in values]
-        return _changes({key: values[0]}, {key: values[1]}, key)
-    found = [
-        _changes(*({name: state.get("run", {}).get(name)} for state in (saved, now))) for name in MADE_OF[key]
-    ]
+        return _changes(*({key: state["identity"].get(key)} for state in (saved, now)), key)
+    found = [_changes(*({name: state["run"].get(name) for name in MADE_OF[key]} for state in (saved, now)))]
     if key == "student":
         before, after = (state["facts"].get("before", []) for state in (saved, now))
         if before != after:
@@ -58,8 +52,13 @@ def _changes(before: dict[str, Any], after: dict[str, Any], known: str = "") -> 
     listed = []
     for name in first | second:
         if first.get(name) != second.get(name):
-            begin = "" if name == known else f"`{name}` was "
-            listed.append(f"{begin}{_text(first, name)}, now {_text(second, name)}")
+            before, after = (
+                json.dumps(leaves[name], ensure_ascii=False, default=str) if name in leaves else "not given"
+                for leaves in (first, second)
+            )
+            listed.append(
+                f"{before}, now {after}" if name == known else f"`{name}` was {before}, now {after}"
+            )
     more = [f"and {len(listed) - NAMED} more"] if len(listed) > NAMED else []
     return ", ".join(listed[:NAMED] + more)
 
@@ -71,9 +70,3 @@ def _leaves(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         whole = isinstance(inner, dict) and inner
         found |= _leaves(inner, f"{prefix}{key}.") if whole else {f"{prefix}{key}": inner}
     return {name: inner for name, inner in found.items() if inner is not None}
-
-
-def _text(leaves: dict[str, Any], name: str) -> str:
-    if name not in leaves:
-        return "not given"
-    return json.dumps(leaves[name], ensure_ascii=False, default=str)

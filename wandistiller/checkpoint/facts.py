@@ -8,7 +8,7 @@ from typing import Any, Literal
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.validation import Count, NotNegative, Positive, types_of, value_problems
-from wandistiller.wan.pipeline import TINY
+from wandistiller.wan.pipeline import TINY, WanFolder
 from wandistiller.wan.transformer_config import TransformerConfig
 
 
@@ -55,6 +55,8 @@ class Facts:
     """LoRA files added to the teacher's networks, as the recipe key."""
     teacher_lora_digests: list[str] | None = None
     """Hashes of the contents of these files."""
+    teacher_identity: str | None = None
+    """Commit or fingerprint of the networks in the teacher's folder."""
     teacher_weights: str | None = None
     """Format of the teacher's quantised weights."""
     image_to_video: bool | None = None
@@ -103,6 +105,13 @@ class Facts:
         """Return whether the teacher is a folder that is not here; one of the hub has its commit."""
         is_elsewhere = self.teacher_revision or self.teacher_path in TINY
         return not (is_elsewhere or Path(self.teacher_path).exists())
+
+    def changed_teacher(self, teacher: WanFolder) -> list[str]:
+        """Say that the networks in the teacher's folder are not those that the student was trained from."""
+        same = self.teacher_identity in (None, teacher.weights_identity)
+        if same or Path(teacher.name).name != Path(self.teacher_path).name:
+            return []
+        return [f"warning   {teacher.name}: its weights have changed since the student was trained from them"]
 
     @property
     def lora_base(self) -> str:

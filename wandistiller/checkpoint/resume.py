@@ -12,9 +12,14 @@ from wandistiller.utils.logging import set_activity
 
 CHANGEABLE = """
     optimizer scheduler gradient_clipping precision learning_rates ema ema_start
-    guidance objective data teacher teacher_weights seed shift train_batch_size expert_blocks
+    guidance objective data teacher teacher_weights seed shift train_batch_size
+    teacher_dtype torch_autocast vae text_encoder image_encoder
 """.split()
 """Keys of a run's identity that may differ at resume; all others fix the shapes of its weights."""
+NOT_RECORDED = (
+    "warning   %s: was written before checkpoints had the VAE, the text encoder, `teacher_dtype` and "
+    "`torch_autocast`: whether these are as they were is not known"
+)
 NONE_GOOD = "{}: none of its checkpoints can be used. `--resume never` starts anew and keeps them."
 
 
@@ -87,33 +92,23 @@ def changed_keys(folder: Path, recorded: dict[str, Any], allowed: list[str]) -> 
     """Return the keys of the identity in which a checkpoint's run differs from this one.
 
     Args:
-        recorded: what this run records in its checkpoints: {"identity", "facts", "run", "files"}.
+        recorded: what this run records in its checkpoints: {"identity", "inputs", "facts", "run", "files"}.
         allowed: keys that may differ.
 
     Raises:
         ConfigError: with every other difference.
     """
     state = read_state(folder)
-    saved, identity = (_with_decay(one["identity"]) for one in (state, recorded))
+    saved = state["identity"] | state.get("inputs", recorded["inputs"])
+    identity = recorded["identity"] | recorded["inputs"]
     differ = {k for k in identity | saved if saved.get(k) != identity.get(k)}
     if not (wrong := sorted(differ - set(allowed))):
         return differ
     remedy = "Give another --output_dir, --resume never to start anew"
     if differ <= {*CHANGEABLE}:  # the flag that allows all of them
         remedy += f", or --allow_changed {' '.join(sorted(differ))} to go on all the same"
-    words = {key: in_words(key, state, recorded) for key in wrong}
+    both = state | {"identity": saved}, recorded | {"identity": identity}
+    words = {key: in_words(key, *both) for key in wrong}
     raise ConfigError(
         *(f"{folder}: holds a run with another {key}: {text}. {remedy}." for key, text in words.items())
     )
-
-
-def _with_decay(identity: dict[str, Any]) -> dict[str, Any]:
-    """Return an identity with Adam's decay written out, which earlier runs left to DeepSpeed's default, 0.
-
-    Those that ran with torch's AdamW had its 0.01, which is not recorded: they go on at 0.
-    """
-    optimizer = identity.get("optimizer", {})
-    if "adam" not in str(optimizer.get("type")).lower():
-        return identity
-    params = {"weight_decay": 0.0} | optimizer.get("params", {})
-    return identity | {"optimizer": optimizer | {"params": params}}

@@ -1,6 +1,5 @@
-"""`wandistiller doctor`: software, compiled parts, memory and speed of this machine, and what is missing."""
+"""`wandistiller doctor`: software, compiled parts and memory of this machine, and what is missing."""
 
-import json
 import shutil
 import socket
 import subprocess
@@ -17,9 +16,7 @@ from wandistiller.engine.extensions import BUILD_ERRORS, reason
 from wandistiller.engine.monitors import MONITORS
 from wandistiller.engine.nvcc import find_nvcc
 from wandistiller.monitoring.environment import version, versions
-from wandistiller.planner import hardware_rates
 from wandistiller.planner.machine import memory_line, this_machine
-from wandistiller.utils.logging import set_activity
 from wandistiller.utils.system_memory import GIB
 
 EXTRAS = {
@@ -35,16 +32,6 @@ EXTRAS = {
 COMPILER = "CPU Adam is compiled with it. Debian, Ubuntu: apt install g++"
 AIO = "a teacher or student on NVMe needs libaio; Debian, Ubuntu: apt install libaio-dev"
 NVCC = "nvcc compiles Lamb and Lion on GPUs, a faster Adam, and async_io"
-UNITS = {
-    "tflops": "x 10^12 operations/s a rank",
-    "cpu_tflops": "x 10^12 on the CPU cores of a node",
-    "memory": "GB/s of CPU memory",
-    "disk": "GB/s of disk",
-    "pcie": "GB/s of PCIe",
-    "link": "GB/s between ranks of a node",
-    "network": "GB/s between nodes",
-}
-"""Rate -> its unit."""
 
 
 def run(flags: DoctorFlags) -> None:
@@ -58,8 +45,6 @@ def run(flags: DoctorFlags) -> None:
     lines += parts.values()
     lines += differences(collectives.gather_objects((socket.gethostname(), required | extras | parts)))
     lines += [*_memory(), *slow_bf16()]
-    if flags.measure:
-        lines += _rates()
     collectives.destroy()
     collectives.show(*lines)
 
@@ -140,13 +125,3 @@ def slow_bf16(root: Path = Path("/")) -> list[str]:
         "slow       bf16: this CPU has no instructions for it. Without a GPU give "
         "`--mixed_precision no --teacher_dtype float32`"
     ]
-
-
-def _rates() -> list[str]:
-    """Measured rates for people, and in the form that `plan --rates` takes."""
-    set_activity("measuring this machine's rates")
-    dtype = torch.bfloat16 if on_accelerator() else torch.float32
-    rates = hardware_rates.measure_rates(Path(), dtype)
-    texts = [f"{rates[name]:g} {unit}" for name, unit in UNITS.items() if name in rates]
-    alone = [] if "link" in rates or "network" in rates else ["between ranks: start it with a launcher"]
-    return [f"rates      {', '.join([*texts, *alone])}", f"for plan   --rates '{json.dumps(rates)}'"]

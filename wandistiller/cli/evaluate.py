@@ -36,6 +36,9 @@ from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
 from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights, usual_for, with_loras
 from wandistiller.wan.transformer import top_modules
 
+INPUTS = ("takes_image", "joined_channels", "text_dim", "image_dim", "pos_embed_seq_len")
+"""Of a config, what the networks are given beside the latents."""
+
 
 def run(flags: EvaluateFlags) -> None:
     with collectives.raise_on_all_ranks():
@@ -52,6 +55,8 @@ def evaluate(evaluation: Evaluation, ranks: Ranks = ALONE) -> Evaluated:
     """
     evaluator = Evaluator(evaluation, ranks)
     evaluation = evaluator.settings
+    for line in evaluation.facts.changed_teacher(evaluation.teacher):
+        collectives.log0("%s", line)
     number = len(evaluation.items)
 
     def announce(who: str, sampling: Sampling) -> None:
@@ -61,7 +66,7 @@ def evaluate(evaluation: Evaluation, ranks: Ranks = ALONE) -> Evaluated:
     announce("teacher", evaluation.teacher_sampling)
     teacher = evaluator.teacher()
     announce("student", evaluation.student_sampling)
-    for line in added_lines(evaluation.student.added):
+    for line in added_lines(evaluation.student.added, evaluation.student.configs):
         collectives.log0("%s", line)
     student, errors = evaluator.student()
     result, rows = summary(evaluation, collectives.gather_objects((teacher, student, errors)))
@@ -146,7 +151,7 @@ def _samplings(flags: EvaluateFlags, facts: Facts, teacher: WanFolder) -> tuple[
     size = {
         "height": flags.height or facts.height or usual.height,
         "width": flags.width or facts.width or usual.width,
-        "num_frames": flags.num_frames or facts.num_frames or 1,
+        "num_frames": flags.num_frames or facts.num_frames or teacher.shortest,
     }
     steps, second = own or facts.steps or STEPS, flags.guidance_scale_2
     if teacher.boundary is not None:  # diffusers refuses it for one expert, and without it takes the first
@@ -158,6 +163,7 @@ def _samplings(flags: EvaluateFlags, facts: Facts, teacher: WanFolder) -> tuple[
         guidance_scale=_given(flags.guidance_scale, facts.guidance_scale, high),
         guidance_scale_2=second,
         negative_prompt=_given(flags.negative_prompt, facts.negative_prompt, WAN_NEGATIVE_PROMPT),
+        shift=facts.shift,
     ), Sampling(**size, steps=steps)
 
 
@@ -187,6 +193,11 @@ def _pair_problems(evaluation: Evaluation, sharers: int, world: int) -> list[str
         sharers: ranks that compute each sample together.
     """
     teacher, student, guided = evaluation.teacher, evaluation.student, evaluation.teacher_sampling
+    if other := [key for key in INPUTS if getattr(student.config, key) != getattr(teacher.config, key)]:
+        its, theirs = (getattr(folder.config, other[0]) for folder in (student, teacher))
+        text = f"takes other inputs than {teacher.name}: `{other[0]}` is {its}, not {theirs}"
+        kinds = "both of text-to-video or both of image-to-video"
+        return [f"{student.name}: {text}. Give two of one kind, {kinds}."]
     size = guided.height, guided.width, guided.num_frames
     of_student = size_problems(student, *size)
     problems = list(dict.fromkeys(size_problems(teacher, *size) + of_student))

@@ -12,11 +12,10 @@ from wandistiller.checkpoint.resume import going_on
 from wandistiller.cli.process import AGAIN, FAULT, NOT_FINITE, OUT_OF_MEMORY, STORAGE, WRONG_INPUT
 from wandistiller.config.job import Job
 from wandistiller.distributed import collectives
-from wandistiller.distributed.device import on_accelerator
-from wandistiller.distributed.oom import Spent, chain, is_out_of_memory, what_ran_out
+from wandistiller.distributed.oom import chain, is_out_of_memory
 from wandistiller.distributed.shutdown import stopping
 from wandistiller.distributed.watchdog import FailureNotice, tell_torchrun
-from wandistiller.planner.machine import Machine, machine_now, memory_line
+from wandistiller.planner.machine import memory_line
 from wandistiller.planner.oom_advice import advice
 from wandistiller.utils.errors import ConfigError, NonFinite, Problems, StorageError
 from wandistiller.utils.files import system_error
@@ -34,15 +33,15 @@ class Failures:
     """Reports why this rank fails, or why it follows another that did."""
 
     def __init__(self) -> None:
-        self._run: tuple[Job, Machine] | None = None
+        self._job: Job | None = None
 
     def set_job(self, job: Job) -> None:
-        """Keep the run and the memory that is free now; advice is computed for both."""
-        self._run = job, machine_now()
+        """Keep the run, for advice."""
+        self._job = job
 
     def going_on(self) -> str:
         """Say what goes on with the run, if it was stopped in order."""
-        job = self._run and self._run[0]
+        job = self._job
         return going_on(job.output, job.run.resume) if job else going_on(Path(), "auto")
 
     def report(self, error: BaseException) -> int:
@@ -61,12 +60,12 @@ class Failures:
                 code, text = AGAIN, f"{text}; {self.going_on()}"
             printed = text if first else ""
         elif is_out_of_memory(error):
-            code, (text, spent) = OUT_OF_MEMORY, self._memory(error)
+            code, text = OUT_OF_MEMORY, self._memory(error)
             print(text, file=sys.stderr, flush=True)  # at once, as the advice takes memory too
-            hints = self._advice(spent)
+            hints = self._advice()
             for_launcher, printed = "\n".join([text, *hints]), "\n".join(hints) if first else ""
         elif refused := system_error(error):
-            code, text = STORAGE, f"error: {where}: {_in_words(refused, goes_on=bool(self._run))}"
+            code, text = STORAGE, f"error: {where}: {_in_words(refused, goes_on=bool(self._job))}"
         elif _lost_contact(error) and (notice := collectives.watchdog.who_failed()):
             code, text = notice.code, collectives.watchdog.message(notice)
         else:
@@ -85,30 +84,22 @@ class Failures:
         text = notice.text if first else notice.text.partition("\n")[0]
         if notice.code != OUT_OF_MEMORY:
             return text
-        spent = Spent.DEVICE if on_accelerator() else Spent.HOST
-        hints = self._advice(spent) if first else []
+        hints = self._advice() if first else []
         return "\n".join([text, memory_line(collectives.rank()), *hints])
 
-    def _memory(self, error: BaseException) -> tuple[str, Spent]:
-        """The error with the state of the memory, and the kind that ran out."""
+    def _memory(self, error: BaseException) -> str:
+        """The error with the state of the memory."""
         reason = str(error).strip().partition("\n")[0]
         text = f"Out of memory on rank {collectives.rank()}, {current.activity}: {reason}"
-        spent = what_ran_out(error)
         for cause in chain(error):  # free what the frames hold, or there is no room for the advice
             cause.__traceback__ = None
         gc.collect()
-        return f"{text}\n{memory_line(collectives.rank())}", spent
+        return f"{text}\n{memory_line(collectives.rank())}"
 
-    def _advice(self, spent: Spent) -> list[str]:
-        if not self._run:
+    def _advice(self) -> list[str]:
+        if not self._job:
             return []
-        job, machine = self._run
-        try:
-            lines = advice(job, spent, machine, preparing=current.phase == "prepare")
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return ["There is no room left to work out what helps."]
+        lines = advice(self._job, preparing=current.phase == "prepare")
         return ["What helps:", *(f"  {line}" for line in lines)]
 
 

@@ -13,7 +13,7 @@ from wandistiller.utils.registry import names_in
 
 AUTO_DTYPE = "of the arithmetic; auto: bfloat16 on a GPU, float32 on the CPU"
 SHARED = "ranks that compute each sample together, for long videos; a divisor of ranks, heads and patches"
-LORA = "LoRA files to add, or a run of them; for one expert high_noise=FILE, if its name does not say so"
+LORA = "LoRA files to add, or a run of them; of two experts high_noise=FILE, low_noise=FILE or both=FILE"
 FIRST_SEED = "of the first prompt; the next gets seed + 1"
 
 
@@ -51,8 +51,7 @@ class PlanFlags(RunFlags):
         None, "of a node, for the swap folder; default what is free here", metavar="GIB"
     )
     nodes: int | None = _machine(None, "default 1, or a launcher's")
-    rates: dict[str, float] = _machine({}, 'such as {"tflops": 100, "pcie": 24}; see docs/memory.md')
-    measure: bool = _machine(False, "measure this machine's rates first, some seconds")
+    rates: dict[str, float] = _machine({}, 'of each GPU: {"tflops": 100, "pcie": 24}; see docs/memory.md')
     price_per_gpu_hour: float | None = _machine(None, "print the cost of the run too")
     recommend: Path | None = _machine(
         None, "write the recipe with the simplest JSONs that fit", metavar="FILE"
@@ -63,7 +62,9 @@ class PlanFlags(RunFlags):
 class ExportFlags:
     """Flags of `export`; None where a format has a default of its own."""
 
-    checkpoint: Path = _flag(MISSING, "an output folder (newest) or checkpoints/step_...")
+    checkpoint: Path = _flag(
+        MISSING, "an output folder (newest) or checkpoints/step_...; or a whole model, with --teacher_path"
+    )
     output: Path = _flag(MISSING, "the folder to write, or NAME.safetensors")
     format: Literal[tuple(names_in("wandistiller.export.formats"))] = _flag(
         "diffusers",
@@ -79,7 +80,13 @@ class ExportFlags:
         False, "a LoRA: the run's own, or the difference to its teacher; with --format original for ComfyUI"
     )
     energy: float | None = _flag(None, "share of its square to keep; default 0.99")
-    rank: int | None = _flag(None, "the largest rank to keep it with; default 128")
+    rank: int | None = _flag(None, "the largest rank to keep it with; default 128, or the run's own")
+    targets: list[str] | None = _flag(
+        None, "the parts that it changes, as `lora.targets`; default all linear layers", metavar="PART"
+    )
+    teacher_path: str | None = _flag(
+        None, "with --adapter: the pipeline that a whole model at --checkpoint, of any origin, differs from"
+    )
     dtype: Literal["bfloat16", "float16", "float32", "float8_e4m3fn"] = _flag(
         "bfloat16", "float8_e4m3fn: with --format original, the blocks' matrices with a scale each"
     )
@@ -164,11 +171,7 @@ class ReportFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorFlags:
-    """Flags of `doctor`."""
-
-    measure: bool = _flag(
-        False, "measure arithmetic, memory, disk, PCIe, link and network too, for `plan --rates`"
-    )
+    """Flags of `doctor`: none."""
 
 
 def of(command: str) -> type:

@@ -26,15 +26,15 @@ COMMANDS = {
     "evaluate": "teacher and student side by side: scores, velocity error, speed, size",
     "plan": "memory, disk, hours and cost of a run, before anything is loaded; which JSONs fit",
     "report": "a run's curves, pictures, evaluation and settings in one HTML file",
-    "doctor": "whether this machine has what a run needs; what to install; how fast it is",
+    "doctor": "whether this machine has what a run needs; what to install",
 }
 OF_RUN = "[--recipe FILE] [any flag below; it wins over the recipe and its JSONs]"
 USAGE = dict.fromkeys(("prepare", "train", "plan"), OF_RUN) | {
     "evaluate": "--student_path S [--teacher_path T] [any flag below]"
 }
 ENDS = {
-    "plan": "Exit code 0 says that the input is sound, not that the run fits: `train --dry_run` ends with 2 "
-    "where it would be refused.",
+    "plan": "Exit code 0: it fits, or the recipe that `--recommend` wrote does. 2: it does not, or the input "
+    "is wrong.",
 }
 """Last sentences of the help of a command."""
 IGNORED = "ignored"

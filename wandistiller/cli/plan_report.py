@@ -4,18 +4,16 @@ from collections.abc import Iterable
 
 from wandistiller.config.job import Job
 from wandistiller.config.summary import precision_lines, summary
-from wandistiller.engine.transfers import Transfer
 from wandistiller.planner.disk import DiskUse, disk_demands, written
-from wandistiller.planner.hardware_rates import Rates
-from wandistiller.planner.machine import Machine, demands
-from wandistiller.planner.other_work import ROLLOUTS, before_the_steps, pictures, whole_run
+from wandistiller.planner.machine import Demand, Machine, demands
+from wandistiller.planner.passes import base_sweeps
 from wandistiller.planner.peak_memory import activations, plan
 from wandistiller.planner.phase_peak import PhasePeak, moments, most
-from wandistiller.planner.step_time import StepTime
-from wandistiller.planner.sweeps import base_sweeps
 from wandistiller.planner.teacher_memory import teacher_bytes
+from wandistiller.planner.time import PEAKS, SHARE, Times, passes
 from wandistiller.utils.system_memory import GIB
 
+NOT_COUNTED = "encoding, measurements, pictures, the optimizer and what ranks send each other come on top"
 KINDS = {
     "GPU": lambda b: b.device + b.transient,
     "CPU, of its own": lambda b: b.host,
@@ -25,15 +23,18 @@ KINDS = {
 """Kind of memory -> its bytes in a part of a phase."""
 
 
-def report(job: Job, machine: Machine, rates: Rates, here: bool, price: float | None = None) -> list[str]:
-    """Describe the run, a line each.
+def report(
+    job: Job, machine: Machine, times: Times, here: bool, price: float | None
+) -> tuple[list[str], list[Demand]]:
+    """Describe the run, a line each, and list what does not fit.
 
     Args:
         here: whether the machine is this one, whose disks can be examined.
         price: of a GPU for an hour.
     """
     phases, files = plan(job, machine), written(job, accelerator=machine.device_free is not None)
-    return [
+    needed = _needed(job, phases, machine, files, here)
+    lines = [
         *_machine(machine),
         *summary(job)[:-1],
         *(precision_lines(job) if here else []),
@@ -42,18 +43,23 @@ def report(job: Job, machine: Machine, rates: Rates, here: bool, price: float | 
         _activations(job, machine),
         f"files of all ranks: {files}",
         "",
-        *_step(job, machine, rates),
+        *_step(job, times),
         "",
-        *_whole_run(job, machine, rates, price),
-        *_verdict(job, phases, machine, files, here),
+        *_whole_run(job, machine, times, price),
+        *_verdict(job, needed, files),
     ]
+    return lines, [demand for demand in needed if not demand.is_met]
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes or seconds, whichever says it in a short number."""
+    """Hours, minutes, seconds or milliseconds, whichever says it in a short number."""
     if seconds >= 5400:
         return f"{seconds / 3600:.1f} h"
-    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.2g} s"
+    if seconds >= 600:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 0.0995:
+        return f"{1000 * seconds:.2g} ms"
+    return f"{seconds:.2g} s" if seconds < 9.95 else f"{seconds:.0f} s"
 
 
 def _machine(m: Machine) -> list[str]:
@@ -95,60 +101,52 @@ def _row(name: str, numbers: Iterable[int]) -> str:
     return f"{name:<56}{''.join(f'{n / GIB:>12.2f}' if n else f'{chr(45):>12}' for n in numbers)}"
 
 
-def _step(job: Job, machine: Machine, rates: Rates) -> list[str]:
-    costs = StepTime(job, machine, rates)
-    lines = [f"{'one step of a rank':<32}{'times':>6}{'TFLOP':>10}{'computes':>11}{'waits':>11}  for"]
-    for cost in costs.all():
-        moved = [_transfer(one, rates) for one in cost.moves]
-        moved += [f"{_transfer(one, rates)} (nothing computes meanwhile)" for one in cost.waits_for]
-        lines.append(
-            f"{cost.what:<32}{cost.times:>6}{cost.times * cost.tflop:>10.1f}{cost.computing():>9.3f} s"
-            f"{cost.waiting(rates):>9.3f} s  {', '.join(moved)}"
-        )
-    if ahead := costs.ahead():
-        lines.append(f"the teacher works for the next step during {ahead:.3f} s of the optimizer's")
-    waiting = sum(cost.waiting(rates) for cost in costs.all()) - ahead
-    least = f"a step takes at least {costs.floor():.3f} s at {rates.tflops:g} TFLOP/s"
-    lines.append(f"{least}; {waiting:.3f} s of it waiting for transfers")
-    passes = costs.forward_passes()
-    each = ", ".join(f"{number:.3g} the {role}'s" for role, number in passes.items())
-    worth = f"it is worth {sum(passes.values()):.3g} forward passes of the teacher for each sample"
-    lines.append(f"{worth}, a backward pass counted as two: {each}")
+def _step(job: Job, times: Times) -> list[str]:
+    parts = ", ".join(
+        f"{duration(seconds)} the {role}" for role, seconds in times.computing().items() if seconds
+    )
+    lines = [f"a step takes about {duration(times.step())} at {_rate(times)}: {parts}"]
+    if moving := times.moving():
+        lines.append(f"meanwhile the teacher's weights are on their way for {duration(moving)}")
+    made = [
+        " and ".join(f"{count:.3g} {kind}" for kind, count in each._asdict().items() if count)
+        + f" of the {role}"
+        for role, each in passes(job).items()
+        if any(each)
+    ]
+    lines.append(f"passes for each sample: {', '.join(made)}")
     if sweeps := base_sweeps(job):
         updates = len(job.objective.updates)
         each = ", ".join(f"{number:.3g} for {purpose}" for purpose, number in sweeps.items())
         mean = sum(sweeps.values()) / updates
         lines.append(f"sweeps of the shared base: {mean:.2g} an update; in a step of {updates}, {each}")
-    micro = costs.micro_batch_that_hides_streaming()
-    if micro is not None:
-        lines.append(
-            f"the teacher computes for as long as its weights are on their way from {micro} samples "
-            f"a micro-step on; now {job.batch.micro}"
-        )
     return lines
 
 
-def _transfer(one: Transfer, rates: Rates) -> str:
-    return f"{one.nbytes / GIB:.2f} GiB {one.what} at {getattr(rates, one.way):g} GB/s"
+def _rate(times: Times) -> str:
+    """Return the rate of arithmetic, and its share of the card's peak if it is the usual one."""
+    rate = f"{times.rates.tflops:.3g} TFLOP/s"
+    is_usual = any(times.rates.tflops == SHARE * peak for peak, _ in PEAKS.values())
+    return f"{rate}, {SHARE:.2f} of the card's peak" if is_usual else rate
 
 
-def _whole_run(job: Job, machine: Machine, rates: Rates, price: float | None) -> list[str]:
-    """Estimates of the time and cost of all steps and of the cache, and the data they need."""
-    run, costs = job.run, StepTime(job, machine, rates)
-    steps, warm_up = costs.steps(), costs.warm_up()
-    cache = dict(before_the_steps(job, machine, rates)).get(ROLLOUTS)
+def _whole_run(job: Job, machine: Machine, times: Times, price: float | None) -> list[str]:
+    """Estimates of the time and cost of all steps and of the rollouts, and the data they need."""
+    run, warm_up, rollouts = job.run, times.warm_up(), times.rollouts()
     samples, available = job.updates * job.batch.total, job.epoch
     lines = [
-        f"the whole run, an estimate: at least {duration(steps)} for {run.max_steps} steps"
+        f"the whole run: about {duration(times.steps())} for {run.max_steps} steps"
         + (f", {duration(warm_up)} of it of the critic alone before them" if warm_up else "")
-        + (f", and {duration(cache)} for the teacher's rollouts if the cache is empty" if cache else ""),
-        *other_lines(job, machine, rates),
+        + (
+            f", and {duration(rollouts)} for the teacher's rollouts if the cache is empty" if rollouts else ""
+        ),
+        NOT_COUNTED,
         f"it trains on {samples} samples; the data have {available}, "
         f"so each is seen {samples / available:.1f} times",
         f"for each to be seen only once, bring {-(-samples // run.rollouts_per_prompt)} prompts",
     ]
     if price is not None:
-        lines.append(f"it costs at least {cost(whole_run(job, machine, rates), machine, price)}")
+        lines.append(f"it costs about {cost(times.whole(), machine, price)}")
     return lines
 
 
@@ -158,28 +156,21 @@ def cost(seconds: float, machine: Machine, price: float) -> str:
     return f"{hours * price:.2f}: {hours:.1f} GPU-hours at {price:g}"
 
 
-def other_lines(job: Job, machine: Machine, rates: Rates) -> list[str]:
-    works, lines = before_the_steps(job, machine, rates), []
-    if works:
-        parts = ", ".join(f"{duration(work.seconds)} for {work.what}" for work in works)
-        whole = f"{duration(sum(work.seconds for work in works))} without encoding the data"
-        lines.append(f"before step 1, with an empty cache: at least {whole}; {parts}")
-    teacher, student, times = pictures(job, machine, rates)
-    once = f"{duration(teacher)} for the teacher's, once, and " if teacher else ""
-    return [*lines, f"pictures: at least {once}{duration(student)} for the student's, {times} time(s)"]
-
-
-def _verdict(
+def _needed(
     job: Job, phases: dict[str, PhasePeak], machine: Machine, files: DiskUse, here: bool
-) -> list[str]:
+) -> list[Demand]:
+    """Return what the run needs of each kind of memory, and of the disks."""
     *memory, one = demands(moments(phases), machine)
     swapped = machine.ranks_on_node * most(phases).disk
     disks = disk_demands(job, machine, swapped) if here else [one._replace(need=swapped + files.whole)]
-    needed = [d for d in (*memory, *disks) if d.need]
+    return [d for d in (*memory, *disks) if d.need]
+
+
+def _verdict(job: Job, needed: list[Demand], files: DiskUse) -> list[str]:
     if short := [d for d in needed if not d.is_met]:
         fewer = (files.checkpoints - 2) * files.checkpoint
         hint = f". --keep_checkpoints 1 takes {fewer / GIB:.1f} GiB less"
-        hint = hint if fewer > 0 and short[-1] in disks else ""
+        hint = hint if fewer > 0 and "disk" in short[-1].where else ""
         lines = [
             f"does NOT fit: it needs {d}, {d.over / GIB:.1f} GiB more than {d.supply} leave" for d in short
         ]

@@ -11,14 +11,15 @@ from wandistiller.evaluation.candidates import Candidate, read_candidate
 from wandistiller.evaluation.draw_samples import (
     STEPS,
     Sampling,
+    guidance_lines,
     number_problems,
+    output_problems,
     resolve_dtype,
     sample,
     sampling_problems,
 )
 from wandistiller.evaluation.items import frame_problems, image_problems, read_items, reader_of
 from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems
-from wandistiller.wan.added_lora import added_lines
 from wandistiller.wan.pipeline import usual_for
 
 
@@ -28,7 +29,7 @@ def run(flags: SampleFlags) -> None:
         model, items, settings = read_sampling(flags)
     dtype = resolve_dtype(flags.dtype)
     collectives.init()
-    for line in added_lines(model.folder.added):
+    for line in [*model.lines, *guidance_lines(model.facts, settings)]:
         collectives.log0("%s", line)
     ranks = Ranks.in_groups_of(flags.context_parallel)
     files = sample(model, items, flags.output, settings, flags.seed, dtype, ranks)
@@ -42,7 +43,8 @@ def read_sampling(flags: SampleFlags) -> tuple[Candidate, list[PromptItem], Samp
     Raises:
         ConfigError: with every problem found.
     """
-    problems, items = number_problems("sample", vars(flags)) + folder_problems("output", flags.output), []
+    problems, items = number_problems("sample", vars(flags)), []
+    problems += folder_problems("output", flags.output) or output_problems(flags.output)
     with collecting(problems):
         items = read_items(flags.prompts, flags.image or [], flags.last_image or [])
     with collecting(problems):
@@ -52,7 +54,7 @@ def read_sampling(flags: SampleFlags) -> tuple[Candidate, list[PromptItem], Samp
         settings = Sampling(
             height=flags.height or facts.height or usual.height,
             width=flags.width or facts.width or usual.width,
-            num_frames=flags.num_frames or facts.num_frames or 1,
+            num_frames=flags.num_frames or facts.num_frames or folder.shortest,
             steps=flags.steps or (trained.steps if trained else STEPS),
             guidance_scale=flags.guidance_scale,
             guidance_scale_2=flags.guidance_scale_2,

@@ -17,9 +17,9 @@ from wandistiller.engine.ds_schema import BLOCK, MUON_RATES, PEAKS
 from wandistiller.engine.nvme import lock_problems, locked_bytes
 from wandistiller.experts import Expert
 from wandistiller.flow import RENOISE, FlowSchedule
-from wandistiller.student.full_start import full_start_problems
 from wandistiller.student.lora import lora_value_problems
 from wandistiller.student.shared_base import other_adapters
+from wandistiller.student.start_places import start_problems
 from wandistiller.student.trainable import tuning_problems
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.utils.errors import folder_problems, inside_problems, problem
@@ -47,12 +47,12 @@ def combined_problems(job: Job, world: int, *, here: bool) -> list[str]:
     problems = job.teacher.teacher_problems(top_modules(folder.config), gpus)
     problems += folder.size_problems(size.height, size.width, size.num_frames)
     problems += objective_problems(job) + sequence_problems(job, world)
-    problems += block_problems(job) + _media_problems(job) + _written_problems(job)
+    problems += _media_problems(job) + _written_problems(job)
     problems += other_adapters(job) + shared_base_problems(job) + added_problems(job.folder, job.teacher)
     problems += _nvme_problems(job, world) if here else []
     projects = bool(problems) or _projects(job)  # of an objective that is checked
     problems += tuning_problems(run, job.student_transformer, job.student_engine, projects=projects)
-    return problems or full_start_problems(job)
+    return problems or start_problems(job)
 
 
 def _projects(job: Job) -> bool:
@@ -152,7 +152,7 @@ def _path_problems(job: Job) -> list[str]:
             f"`objective` has {on_path}, which follows the teacher's own path, but {given.media} "
             f"has none. Take the media out of the data, or {on_path} out of the objective."
         )
-    schedule = FlowSchedule(run.shift, folder.boundary, run.seed, global_batch=1)
+    schedule = FlowSchedule(run.shift, folder.boundary, run.seed)
     sigmas = path_sigmas(folder, run.shift, run.rollout_steps)
     if any(not schedule.segments(expert, sigmas) for expert in folder.configs):
         problems.append(
@@ -194,21 +194,6 @@ def division_problems(
         rules.append((f"A sample of {height}x{wide} pixels and {frames} frame(s) has {value} patches", value))
     remedy = "Write a divisor of that, or 1."
     return [problem(where, SHARED, number, f"{what}. {remedy}") for what, value in rules if value % number]
-
-
-def block_problems(job: Job) -> list[str]:
-    """List misfits of expert blocks and micro-steps: ranks would need different experts at once."""
-    batch, blocks, problems = job.batch, job.run.expert_blocks, []
-    if batch.total % (blocks * batch.micro * batch.ranks):
-        problems.append(
-            f"`expert_blocks` is {blocks}, but a step has {batch.accumulation} micro-step(s). "
-            "Write a divisor of that, so that a micro-step needs one expert."
-        )
-    if job.student.experts == "two" and blocks != 1:
-        problems.append(
-            f"`expert_blocks` is {blocks}. A student with two experts trains one in a step; write 1."
-        )
-    return problems
 
 
 def shared_base_problems(job: Job) -> list[str]:

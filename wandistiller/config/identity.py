@@ -1,23 +1,30 @@
 """Identity, facts and settings of a run for its checkpoints: all that a resumed run is compared with."""
 
 import dataclasses
+import json
 from typing import Any
 
+from wandistiller.batch import STUDENT
+from wandistiller.checkpoint import resume
+from wandistiller.checkpoint.difference import NAMED
 from wandistiller.checkpoint.facts import Facts
+from wandistiller.checkpoint.loading import ENGINE, network_name, read_state
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import JSON_FILES, ONLY_FLAGS
-from wandistiller.config.start import Start, start_after
+from wandistiller.config.start import Start, read_start, start_after
 from wandistiller.data.colours import WHITE
 from wandistiller.data.dataset import GIVEN, MediaType
 from wandistiller.data.media import LETTERBOX
+from wandistiller.data.media_record import RECORD, replaced_media
 from wandistiller.experts import Expert
-from wandistiller.student.config import IMPORTANCE, transformer_folder
-from wandistiller.student.full_start import full_starts
-from wandistiller.student.start_places import start_places
+from wandistiller.student.config import IMPORTANCE
+from wandistiller.student.start_places import start_bases, start_files
 from wandistiller.teacher.teacher_json import quantized_facts
-from wandistiller.utils.files import digest, ends_of_files, file_digest, fingerprint, write_json
+from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.files import digest, ends_of_files, fingerprint, read_json, write_json
 from wandistiller.wan.added_lora import as_settings
-from wandistiller.wan.full_models import content, is_full_model
+from wandistiller.wan.components import IMAGE_PARTS
+from wandistiller.wan.transformer import shapes
 
 STILLS = (MediaType.IMAGE, *GIVEN)
 
@@ -33,6 +40,7 @@ def recorded(job: Job) -> dict[str, Any]:
     files = {name: f"{size} {ends}" for name, size, ends in ends_of_files(folders)}
     return {
         "identity": identity(job),
+        "inputs": inputs(job),
         "facts": provenance(job).as_json(),
         "run": run,
         "files": {"teacher": files},
@@ -55,7 +63,7 @@ def identity(job: Job) -> dict[str, Any]:
         "seed": r.seed,
         "shift": r.shift,
         "train_batch_size": job.batch.total,
-        "expert_blocks": r.expert_blocks,
+        "expert_blocks": 1,  # once a setting; as in checkpoints of 0.1.0
         # but for keys that choose between equal implementations
         "optimizer": {"type": engine.section("optimizer")["type"], "params": params},
         "scheduler": engine.raw.get("scheduler"),
@@ -66,12 +74,16 @@ def identity(job: Job) -> dict[str, Any]:
     }
 
 
-def start_identity(job: Job) -> dict[str, Any]:
-    """Return all that the student's weights before training depend on; of a folder its files too."""
-    if job.start or job.student.init in ("teacher", "random"):
-        return identity(job)
-    folders = [transformer_folder(job.student.init, expert) for expert in job.student_experts]
-    return identity(job) | {"init": fingerprint(folders)}
+def inputs(job: Job) -> dict[str, Any]:
+    """Return what a resumed run must share too, and checkpoints of before the first release have not."""
+    folder, engine = job.folder, job.student_engine
+    parts = {"vae": ["vae"], "text_encoder": ["text_encoder", "tokenizer"]}
+    parts |= {"image_encoder": [*IMAGE_PARTS]} if folder.config.image_dim else {}
+    # a hub id's may not be here yet, but its commit is the teacher's
+    found = (
+        {} if folder.revision else {k: fingerprint(folder.path / p for p in ps) for k, ps in parts.items()}
+    )
+    return {"teacher_dtype": job.teacher.engine.precision, "torch_autocast": engine.autocast} | found
 
 
 def data_digest(job: Job) -> str:
@@ -101,11 +113,14 @@ def tuning(job: Job) -> dict[str, Any]:
 
 def adapters(job: Job) -> dict[str, Any]:
     """Return the settings of adapters, with what they begin with by its content, wherever it lies."""
-    lora, starts = job.run.lora, {e.value: content(place) for e, place in full_starts(job).items()}
-    files = {expert: place for expert, place in start_places(job).items() if not is_full_model(place)}
-    if not isinstance(lora.get("start"), dict):  # as in earlier versions one file counts for both
-        files = dict.fromkeys(Expert, files.get(Expert.HIGH_NOISE)) | files if files else {}
-    starts |= {expert.value: file_digest(file) for expert, file in files.items()}
+    lora, files = job.run.lora, start_files(job)
+    starts: dict[str, Any] = {}
+    for network, base in start_bases(job).items():
+        if own := [one for one in files if one.is_for(base)]:
+            plain = len(own) == 1 and own[0].strength == 1
+            starts[network.value] = own[0].digest if plain else digest([one.identity for one in own])
+    if isinstance(lora.get("start"), str) and starts:  # as in earlier versions one file counts for both
+        starts = dict.fromkeys((e.value for e in Expert), next(iter(starts.values()))) | starts
     kept = {key: value for key, value in lora.items() if key != "start"}
     return kept | ({"start": starts} if starts else {})
 
@@ -141,6 +156,7 @@ def provenance(job: Job) -> Facts:
         stands_for=None if job.student.keep_layers == IMPORTANCE else job.stands_for,
         teacher_lora=as_settings(job.folder.added) or None,
         teacher_lora_digests=[one.digest for one in job.folder.added] or None,
+        teacher_identity=job.folder.weights_identity,
         image_to_video=job.folder.config.takes_image or None,
         **{key: getattr(r, key) for key in media},
         **quantized_facts(job.teacher),
@@ -171,3 +187,61 @@ def write_resolved(job: Job) -> None:
         write_json(folder / f"{name}.json", recipe[key])
         recipe[key] = str(folder / f"{name}.json")
     write_json(folder / "run.json", recipe)
+
+
+def resumed(job: Job) -> Job:
+    """Return the job with measured layers as in its checkpoint, which must be of this run.
+
+    Raises:
+        ConfigError: with every difference.
+    """
+    kept = read_state(job.resume_from)["facts"].get("keep_layers")
+    if job.student.keep_layers == IMPORTANCE and isinstance(kept, list):
+        job = job.with_layers(kept)
+    allowed = job.run.allow_changed or []
+    resume.changed_keys(job.resume_from, recorded(job), allowed)
+    problems = _network_problems(job) + ([] if "data" in allowed else _media_problems(job))
+    if problems:
+        raise ConfigError(*problems)
+    return job
+
+
+def _media_problems(job: Job) -> list[str]:
+    """Name the media that were replaced under their names since the checkpoint's run began."""
+    names = replaced_media(job.resume_from.absolute().parents[1] / RECORD, job.run.data_path)
+    named = ", ".join(names[:NAMED] + ["..."] * (len(names) > NAMED))
+    why = f"{len(names)} of the run's media were replaced since it began: {named}."
+    remedy = (
+        "Put them back, give another --output_dir, --resume never to start anew, or --allow_changed data."
+    )
+    return [f"{job.resume_from}: {why} {remedy}"] if names else []
+
+
+def _network_problems(job: Job) -> list[str]:
+    """List trained networks that the checkpoint has not, or has in another shape."""
+    networks = {network_name(STUDENT, expert): job.student_transformer for expert in job.trained_experts}
+    for role, other in job.others.items():
+        networks |= {network_name(role, expert): other.transformer for expert in job.trained_experts}
+    problems = []
+    for name, config in networks.items():
+        file = job.resume_from / name / ENGINE
+        saved = json.loads(file.read_text())["shapes"] if file.is_file() else {}
+        own = shapes(config)  # adapters and heads are in one alone
+        if not saved or any(own.get(name, shape) != shape for name, shape in saved.items()):
+            what = "another" if saved else "no"
+            problems.append(
+                f"{job.resume_from}: holds {what} network `{name}`, which {job.objective} trains. "
+                "Give another --output_dir, whose student begins with this one: "
+                f'"student_config": {{"init": "{job.output}"}}.'
+            )
+    return problems
+
+
+def end_of(job: Job) -> Start:
+    """Return the start of a run that follows `job`: what a finished one left, or what another will."""
+    if job.resume_from and read_state(job.resume_from)["step"] >= job.run.max_steps:
+        return read_start(str(job.output)) or end(job)
+    if job.student.keep_layers == IMPORTANCE and (file := job.output / "lineage.json").is_file():
+        kept = next(iter(read_json(file).values())).get("kept_layers")  # of checkpoints that are gone
+        job = job.with_layers(kept) if isinstance(kept, list) else job
+    return end(job)

@@ -159,9 +159,7 @@ class Job:
         number = objective.sampling_steps
         few = few_steps(r.shift, number, handover, objective.few_step_sampler) if number else None
         trained = objective.trained_expert
-        return FlowSchedule(
-            r.shift, boundary, r.seed, self.batch.total, r.expert_blocks, handover, few, trained
-        )
+        return FlowSchedule(r.shift, boundary, r.seed, handover, few, trained)
 
     @property
     def drawn(self) -> FewSteps | None:

@@ -137,7 +137,6 @@ class RunConfig:
     seed: Seed = learning(0, "every random draw depends on it")
     max_steps: TrainingSteps | None = learning(None, "optimizer steps in the whole run; default 1000")
     num_epochs: Amount | None = learning(None, "passes over the data, instead of --max_steps")
-    expert_blocks: Amount = learning(1, "parts of a global batch that each draw an expert")
     height: Count | None = size(None, "pixels; default 480 (`tiny`: 64, its videos: 48)")
     width: Count | None = size(None, "pixels; default 832 (`tiny`: 64, its videos: 48)")
     num_frames: Count = size(1, "4k+1; 1 is an image")

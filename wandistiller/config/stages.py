@@ -14,8 +14,8 @@ from wandistiller.config import identity
 from wandistiller.config.aliases import TEACHER, without_aliases
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import EITHER, RunConfig
-from wandistiller.config.same_sampler import same_sampler_problems
 from wandistiller.config.shorthands import merged
+from wandistiller.config.stage_order import order_problems
 from wandistiller.config.start import DONE, recorded_stages
 from wandistiller.config.validate import read_job
 from wandistiller.objectives.registry import read_objective
@@ -188,10 +188,9 @@ def read_jobs(runs: dict[str, RunConfig], world: int, *, here: bool = True) -> l
             problems |= {text: stage for text in error.problems if text not in problems}
     for text in places_problems(runs):
         problems.setdefault(text, "")
-    problems |= {} if problems else same_sampler_problems(jobs)
     if not problems:
         jobs = with_spent(jobs)
-        problems = {text: job.stage for job in jobs if (text := _gone_problem(job))}
+        problems = order_problems(jobs) | {text: job.stage for job in jobs if (text := _gone_problem(job))}
     if problems:
         raise ConfigError(*(f"stage {stage}: {text}" if stage else text for text, stage in problems.items()))
     return jobs
@@ -222,14 +221,11 @@ def _gone_problem(job: Job) -> str | None:
         return None
     student = job.output / "student"
     kept = (
-        f" Its student is in {student}; a run starts from that by the student_config "
-        if student.is_dir()
-        else ""
+        f' Its student is in {student}; a run starts from that by the student_config {{"init": "{student}"}}.'
     )
-    named = kept and f'{{"init": "{student}"}}.'
     return (
         f"{job.output}: this run is done (the file {DONE}), and its checkpoints are gone. Put them back, "
-        f"give another --output_dir, or train it again by --resume never.{kept}{named}"
+        f"give another --output_dir, or train it again by --resume never.{kept if student.is_dir() else ''}"
     )
 
 

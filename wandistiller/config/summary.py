@@ -10,6 +10,7 @@ from wandistiller.data.dataset import MediaType
 from wandistiller.data.lines import NEGATIVE_PROMPT
 from wandistiller.engine.kernels import emulates_bf16
 from wandistiller.student.shared_base import obstacle
+from wandistiller.student.start_places import start_lines
 from wandistiller.teacher.teacher_json import quantized_facts
 from wandistiller.wan.added_lora import added_lines
 from wandistiller.wan.transformer import count_parameters
@@ -54,7 +55,7 @@ def summary(job: Job) -> list[str]:
         f"teacher   {f.name}: {teacher / 1e6:.1f}M parameters, {len(f.configs)} expert(s) of "
         f"{f.config.num_layers} layers, {job.teacher.describe()}, "
         f"{precision}, {_guidance(job)}",
-        *added_lines(f.added),
+        *added_lines(f.added, f.configs),
         f"student   {student / 1e6:.1f}M parameters, {len(job.student_experts)} expert(s) of "
         f"{layers} layers, from {job.student.init}, ZeRO stage {job.student_engine.stage}, "
         f"{job.student_engine.precision}",
@@ -62,6 +63,7 @@ def summary(job: Job) -> list[str]:
         f"{r.height}x{r.width}, {r.num_frames} frame(s){left_out}",
         *unused,
         *(f"{key:<9} {in_words(value)}" for key, value in _tuning(job).items()),
+        *start_lines(job),
         *_base(job),
         f"objective {job.objective}",
         f"batch     {b.total} a step = {b.micro} x {b.accumulation} micro-steps x {b.ranks} {sharing}",

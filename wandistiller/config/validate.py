@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from wandistiller.batch import PATH
 from wandistiller.checkpoint import resume
 from wandistiller.config.cross_checks import combined_problems, own_problems, replicas
+from wandistiller.config.identity import end_of, resumed
 from wandistiller.config.job import Job
-from wandistiller.config.resumed import end_of, resumed
 from wandistiller.config.run_config import AUTO, DEFAULT_ENGINE, DEFAULT_TEACHER, ZERO, RunConfig
 from wandistiller.config.start import Start, read_start
 from wandistiller.data.dataset import GIVEN, PromptDataset, read_dataset
@@ -35,8 +35,6 @@ from wandistiller.wan.transformer_config import TransformerConfig
 
 ANY_SIZE = usual_config()
 """For a student that is not known yet."""
-OF_AN_EXPERT = '{{"file": "{file}", "expert": "{expert}"}}'
-"""An item of `teacher_lora` for one expert."""
 
 
 @contextmanager
@@ -114,10 +112,10 @@ def _read_folder(run: RunConfig) -> WanFolder:
     folder = open_wan(run.teacher_path, revision=run.teacher_revision)
     if problems := noise_problems(folder):
         raise ConfigError(*problems)
-    if not run.teacher_lora:
+    if run.teacher_lora is None:
         return folder
     added = read_added("recipe", "teacher_lora", run.teacher_lora)
-    return with_loras(folder, with_experts("recipe", added, folder.configs, OF_AN_EXPERT))
+    return with_loras(folder, with_experts("recipe: `teacher_lora`", added, folder.configs))
 
 
 def _read_data(run: RunConfig, folder: WanFolder | None) -> tuple[WanFolder | None, PromptDataset]:

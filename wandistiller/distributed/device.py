@@ -11,9 +11,6 @@ from typing import NamedTuple
 import torch
 from deepspeed.accelerator import get_accelerator
 
-FULL = 0.02
-"""Share of its memory below which what is free on a device counts as nothing."""
-
 
 def kind() -> str:
     """Return torch's name of the kind of this process's devices, such as cpu, cuda or xpu."""
@@ -101,15 +98,6 @@ def held_memory() -> DeviceMemory:
 def memory_size() -> tuple[int, int] | tuple[None, None]:
     """Return the free and all bytes of this rank's accelerator; None on CPUs."""
     return torch.accelerator.get_memory_info(local_rank()) if on_accelerator() else (None, None)
-
-
-def is_full() -> bool:
-    """Return whether this rank's accelerator has no memory left, not even for CUDA to start in."""
-    try:
-        free, total = memory_size()
-    except RuntimeError:
-        return True
-    return total is not None and free < FULL * total
 
 
 def reset_peaks() -> None:

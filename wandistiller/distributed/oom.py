@@ -1,21 +1,10 @@
-"""Out-of-memory errors of all libraries, and the kind of memory that ran out; `cli.failures` reports them."""
+"""Out-of-memory errors of all libraries; `cli.failures` reports them."""
 
 import errno
 import re
 from collections.abc import Iterator
-from enum import Enum
 
 import torch
-
-from wandistiller.distributed import device
-
-
-class Spent(Enum):
-    """Kind of memory that ran out; always HOST without an accelerator."""
-
-    DEVICE = "accelerator memory"
-    HOST = "CPU memory"
-
 
 MESSAGE = re.compile(
     r"out of memory"  # torch; CUDA, as cudaErrorMemoryAllocation; NCCL: Cuda failure 2 'out of memory'
@@ -27,23 +16,10 @@ MESSAGE = re.compile(
     re.IGNORECASE,
 )
 """Messages of libraries that raise another error, such as RuntimeError."""
-LIBRARIES = re.compile(r"CU[A-Z]+_STATUS_ALLOC_FAILED|Cuda failure|failed to CUDA [cm]alloc", re.IGNORECASE)
-"""Messages of CUDA's own libraries and NCCL, which allocate on the device."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     return any(_matches(e) for e in chain(error))
-
-
-def what_ran_out(error: BaseException) -> Spent:
-    """Return the kind of memory of an error for which `is_out_of_memory` is true."""
-    source = next(e for e in chain(error) if _matches(e))
-    if isinstance(source, torch.OutOfMemoryError) or LIBRARIES.search(str(source)):
-        return Spent.DEVICE
-    # torch's allocator raises its own error; CUDA's is for page-locked host memory, unless the device is full
-    if "cuda" in str(source).lower() and device.is_full():
-        return Spent.DEVICE
-    return Spent.HOST
 
 
 def _matches(error: BaseException) -> bool:

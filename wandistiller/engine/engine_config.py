@@ -56,6 +56,12 @@ class EngineConfig(DeepSpeedJson):
         return bool(section.get("partition_activations") or section.get("cpu_checkpointing"))
 
     @property
+    def autocast(self) -> dict[str, Any] | None:
+        """The section `torch_autocast`, if it is switched on."""
+        section = self.section("torch_autocast")
+        return section if section.get("enabled") else None
+
+    @property
     def batch(self) -> BatchSize:
         total, micro, accumulation = (self.raw[key] for key in BATCH_KEYS)
         return BatchSize(micro, accumulation, total)

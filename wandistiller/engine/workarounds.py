@@ -1,7 +1,7 @@
 """Workarounds for faults of DeepSpeed (0.19.8), for one engine each; `patches` are for the process."""
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
@@ -10,6 +10,7 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -110,6 +111,21 @@ def leave_out_reduction_of_one_rank(engine: Any) -> None:
     """
     if engine.zero_optimization_stage() == 0 and engine.dp_world_size == 1:
         engine.enable_backward_allreduce = False
+
+
+def uncounted(engine: Any, module: nn.Module) -> Callable[..., Any]:
+    """Return the forward pass of a module in an engine's precision, which the engine does not count.
+
+    Its `torch_autocast` is around its own forward pass alone (deepspeed 0.19.8).
+    """
+    if not engine.torch_autocast_enabled():
+        return module
+
+    def forward(**inputs: Any) -> Any:
+        with autocast_if_enabled(engine):
+            return module(**inputs)
+
+    return forward
 
 
 def uncount_skipped_step(engine: Any) -> None:

@@ -10,8 +10,15 @@ from wandistiller.checkpoint.facts import Facts
 from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json
-from wandistiller.wan.added_lora import as_settings, read_added, with_experts
-from wandistiller.wan.lora_experts import FACTS, adapters_of, facts_beside, facts_of, files_of
+from wandistiller.wan.added_lora import (
+    AddedLora,
+    added_lines,
+    as_settings,
+    each_file,
+    read_added,
+    with_experts,
+)
+from wandistiller.wan.lora_experts import FACTS, adapters_of, facts_beside, facts_of
 from wandistiller.wan.pipeline import WanFolder, open_wan, run_problem, student_of, with_loras
 
 
@@ -21,14 +28,12 @@ class Candidate:
 
     name: str | None
     """Its folder or hub id; None: the teacher that the LoRA files were made for."""
-    files: list[tuple[str, str]]
-    """The LoRA files: expert, if it is said, and name."""
+    added: list[AddedLora]
+    """The LoRA files, as they are named."""
     facts: Facts
     """Of the run that made it; defaults of a pipeline of others."""
     where: Path
     """The file that has these facts, or would have them."""
-    strength: float
-    """Factor of what the LoRA files change."""
     given_teacher: str | None
     """The teacher's folder or hub id, where the user says where it is."""
 
@@ -83,31 +88,22 @@ class Candidate:
         folder = open_wan(self.name) if self.name else open_wan(self.teacher, revision=self.teacher_revision)
         folder = folder.with_first_frames() if self.facts.image_to_video else folder
         if alone := self._alone(folder):
-            self._require_no_other(alone)
             folder = replace(folder, configs={alone: folder.configs[alone]}, boundary=None)
-        given = [
-            {"file": file, "strength": self.strength} | ({"expert": said} if said else {})
-            for said, file in self.files
-        ]
-        added = read_added("command line", "lora", given)
-        return with_loras(folder, with_experts("command line", added, folder.configs, "{expert}={file}"))
+        return with_loras(folder, with_experts("command line: `lora`", self.added, folder.configs))
 
-    def _require_no_other(self, alone: Expert) -> None:
-        """Raise ConfigError if a file is said to be for the other expert than the only one that is used."""
-        for said, file in self.files:
-            if said and said != alone.key:
-                raise ConfigError(
-                    f"command line: `lora` is {said}={file}, but another file is a student of the teacher's "
-                    f"{alone.in_words} alone, which serves all noise levels. Leave {file} out."
-                )
+    @property
+    def lines(self) -> list[str]:
+        """Say what is added to the pipeline, and if that is a teacher that has changed since."""
+        changed = self.facts.changed_teacher(self.folder) if self.added else []
+        return [*changed, *added_lines(self.folder.added, self.folder.configs)]
 
     def _alone(self, folder: WanFolder) -> Expert | None:
         """Return the only one of the teacher's two networks that a LoRA file's student uses; None: both."""
-        for said, file in self.files if len(folder.configs) == 2 else ():
-            made = _facts_of_lora(Path(file))
+        for lora in self.added if len(folder.configs) == 2 else ():
+            made = _facts_of_lora(Path(lora.file))
             own = not self.name or Path(self.name).name == Path(made.teacher_path).name
             one = [Expert(base) for base in made.bases or () if own or base == Expert.LOW_NOISE.value]
-            if not said and len(made.bases or ()) == len(one) == 1:
+            if not lora.expert and len(made.bases or ()) == len(one) == 1:
                 return one[0]
         return None
 
@@ -119,13 +115,13 @@ def read_candidate(
 
     Args:
         name: of a pipeline, or of a run's folder; None: what the LoRA files are for.
-        loras: names of files, or of folders of runs or for diffusers; `high_noise=` or `low_noise=` before
-            it: for one expert.
+        loras: names of files, or of folders; `high_noise=`, `low_noise=` or `both=` before it: for that.
         strength: of all of them.
         teacher: the teacher's folder or hub id, where the user says where it is.
 
     Raises:
-        ConfigError: nothing is named, one file, or a run that has no student yet; or a strength of nothing.
+        ConfigError: nothing is named, one file, or a run that has no student yet; a LoRA file twice; or a
+            strength of nothing.
     """
     if name and name.endswith(".safetensors") and os.path.isfile(name):
         raise ConfigError(
@@ -134,16 +130,18 @@ def read_candidate(
         )
     if name and adapters_of(Path(name)):
         name, loras = None, [name, *loras]
-    files = [file for word in loras for file in _files(word)]
-    if not (name or files):
+    added = each_file(read_added("command line", "lora", [{"file": f, "strength": strength} for f in loras]))
+    if twice := [one for number, one in enumerate(added) if one in added[:number]]:
+        raise ConfigError(f"command line: the LoRA {twice[0].file} is given twice. Give it once.")
+    if not (name or added):
         raise ConfigError("command line: no pipeline is named. Give one, or a LoRA file with --lora.")
-    if strength != 1 and not files:
+    if strength != 1 and not added:
         raise ConfigError(problem("command line", "strength", strength, "It is of --lora; give that too."))
     if name:
         name = student_of(name)
         if of_run := run_problem(Path(name), name):
             raise ConfigError(of_run)
-    made = [(facts_beside(Path(file)), _facts_of_lora(Path(file))) for _, file in files]
+    made = [(facts_beside(Path(one.file)), _facts_of_lora(Path(one.file))) for one in added]
     if not name:
         _require_of_teacher(made)
     of_few_steps = [(file, facts) for file, facts in made if facts.few_steps]
@@ -153,9 +151,7 @@ def read_candidate(
     else:
         where, facts = (of_few_steps or made)[0]
     facts = _with_places(facts, where.absolute().parents[1 if where.name == FACTS else 0])
-    return Candidate(
-        name=name, files=files, facts=facts, where=where, strength=strength, given_teacher=teacher
-    )
+    return Candidate(name=name, added=added, facts=facts, where=where, given_teacher=teacher)
 
 
 def _require_of_teacher(made: list[tuple[Path, Facts]]) -> None:
@@ -184,14 +180,6 @@ def _with_places(facts: Facts, output: Path) -> Facts:
         return facts
     added = read_added(f"{run}", "teacher_lora", recipe.get("teacher_lora") or [])
     return replace(facts, teacher_path=recipe["teacher_path"], teacher_lora=as_settings(added) or None)
-
-
-def _files(word: str) -> list[tuple[str, str]]:
-    """Return expert, if it is said, and name of the files that a word of --lora means."""
-    expert, _, name = word.partition("=")
-    if expert not in ("high_noise", "low_noise"):
-        expert, name = "", word
-    return [(expert, str(file)) for file in files_of(Path(name), Expert.of_key(expert))]
 
 
 def _facts_of_lora(file: Path) -> Facts:

@@ -1,6 +1,7 @@
 """The files that `wandistiller sample` draws with a finished pipeline: a PNG or MP4 per prompt, one grid."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -32,7 +33,7 @@ from wandistiller.evaluation.candidates import Candidate
 from wandistiller.evaluation.items import reader_of
 from wandistiller.flow import EULER, TRAIN_TIMESTEPS
 from wandistiller.utils.errors import ConfigError, impossible_values, problem
-from wandistiller.utils.files import atomic
+from wandistiller.utils.files import atomic, read_json, write_json
 from wandistiller.utils.images import can_write_mp4, save_grid, to_pil, write_mp4
 from wandistiller.utils.keyed_random import keyed_generator
 from wandistiller.wan.context_parallel import share_sequences
@@ -50,6 +51,8 @@ RANGES = [
 ]
 """Setting, least value, largest value."""
 
+LIST = "wandistiller_samples.json"
+"""Prompt by file, of the last call that drew into a folder; the next one deletes these files."""
 STEPS = 40
 """Sampling steps where nothing says otherwise."""
 
@@ -70,6 +73,8 @@ class Sampling:
     guidance_scale: float = 1.0
     guidance_scale_2: float | None = None
     negative_prompt: str | None = None
+    shift: float | None = None
+    """Of a teacher's noise levels, as its student's run had; None: the pipeline's own."""
 
 
 def number_problems(where: str, settings: Mapping[str, object]) -> list[str]:
@@ -167,7 +172,7 @@ def draw(
         return {}
 
     settings = asdict(sampling) | _images(folder, reader, samples)
-    steps = settings.pop("steps")
+    steps, _ = settings.pop("steps"), settings.pop("shift")  # the scheduler has it
     with _noise_between_steps(pipeline, seeds):
         frames_BFHWC = pipeline(
             prompt=[sample.item.prompt for sample in samples],
@@ -250,8 +255,41 @@ def sample(
         drawn |= of_rank
     files, images = zip(*(drawn[i] for i in numbers), strict=True)
     if collectives.rank() == 0:
-        save_grid(output / "grid.png", {"": list(images)}, [item.prompt for item in items])
+        prompts = [item.prompt for item in items]
+        for name in _made(output) - {file.name for file in files}:
+            (output / name).unlink(missing_ok=True)
+        write_json(output / LIST, dict(zip((file.name for file in files), prompts, strict=True)))
+        save_grid(output / "grid.png", {"": list(images)}, prompts)
     return [*files, output / "grid.png"]
+
+
+def guidance_lines(facts: Facts, sampling: Sampling) -> list[str]:
+    """Say that a student gets guidance that it has learnt already."""
+    folded = max(facts.guidance_scale or 0, facts.guidance_scale_2 or 0) > 1
+    if not folded or max(sampling.guidance_scale, sampling.guidance_scale_2 or 0) <= 1:
+        return []
+    return ["warning   the student has its teacher's guidance folded in: made for --guidance_scale 1"]
+
+
+def output_problems(output: Path) -> list[str]:
+    """List the problem of an output folder that has the files of a run."""
+    above = next((p for p in (output, *output.parents) if (p / "resolved" / "run.json").is_file()), None)
+    here = {file.name for file in output.iterdir()} if output.is_dir() else set()
+    ours = {
+        *_made(output),
+        LIST,
+        "grid.png",
+    }  # read in any case: it must be readable before anything is drawn
+    if not above or output != above and here <= ours:
+        return []
+    remedy = f"Its files would be mixed with the samples. Name a new folder, such as {above / 'drawn'}."
+    return [f"`output` is {output}, a folder of the run {above}. {remedy}"]
+
+
+def _made(output: Path) -> set[str]:
+    """Return the names of the files that an earlier call has made in a folder."""
+    names = read_json(output / LIST) if (output / LIST).is_file() else ()
+    return {name for name in names if re.fullmatch(r"\d+\.(png|mp4)", name)}
 
 
 def sampling_problems(folder: WanFolder, sampling: Sampling) -> list[str]:

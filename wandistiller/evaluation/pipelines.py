@@ -31,7 +31,7 @@ from wandistiller.utils.system_memory import GIB
 from wandistiller.wan.context_parallel import whole_sequences
 from wandistiller.wan.loaded_components import Vae
 from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.sampling import denoise
+from wandistiller.wan.sampling import denoise, pipeline_scheduler
 
 
 class DiffusersPipeline:
@@ -55,6 +55,8 @@ class DiffusersPipeline:
             reader: how the given frames are read; needed by an image-to-video pipeline.
         """
         self._pipeline, self._sampling = open_pipeline(folder, dtype, facts, ranks), sampling
+        if sampling.shift:
+            self._pipeline.scheduler = pipeline_scheduler(folder, sampling.shift)
         self._folder, self._reader = folder, reader
         self._trained = facts if facts and facts.few_steps else None
         self._own = self._pipeline.scheduler, self._pipeline.config.boundary_ratio
@@ -140,7 +142,8 @@ class PlacedTeacher:
         conditioning = self._conditions.of(samples).to(device)
         start = time.monotonic()
         velocity = progress.counting(self.velocity)
-        x0_BCFHW, _ = denoise(velocity, folder, folder.shift, noise_BCFHW, conditioning, steps)
+        shift = settings.shift or folder.shift
+        x0_BCFHW, _ = denoise(velocity, folder, shift, noise_BCFHW, conditioning, steps)
         synchronize()
         self.denoising = time.monotonic() - start
         return self._vae.decode(x0_BCFHW).cpu()

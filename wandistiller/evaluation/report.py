@@ -41,6 +41,8 @@ def summary(settings: Evaluation, shares: Shares) -> tuple[Evaluated, dict[str, 
         "prompts": len(settings.prompts),
         "steps": settings.student_sampling.steps,
         "teacher_steps": settings.teacher_sampling.steps,
+        "shift": settings.facts.shift or settings.student.shift,
+        "teacher_shift": settings.teacher_sampling.shift or settings.teacher.shift,
         "seed": settings.seed,
     }
     if settings.facts.max_steps:
@@ -210,6 +212,7 @@ def markdown(result: Evaluated) -> str:
     for where, gib in teacher["peak_memory_gib"].items():
         both = (gib, student["peak_memory_gib"][where])
         sides.append([f"peak memory, {where}, GiB", *(f"{value:.2f}" for value in both), "-"])
+    sides.append(["timestep shift", f"{result['teacher_shift']:g}", f"{result['shift']:g}", "-"])
     error = result["relative_velocity_error"]
     errors = [["relative velocity error at sigma", "expert", "student"]]
     errors += [[band, e["expert"], cell(e)] for band, e in error["bands"].items()]

@@ -2,6 +2,7 @@
 
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.experts import Expert, expert_at
+from wandistiller.export.source import written
 from wandistiller.flow import RENOISE, FlowSchedule
 from wandistiller.wan.given_frames import given_places
 
@@ -24,7 +25,7 @@ return_with_leftover_noise enable |
 | the second, with the low-noise model | add_noise disable, start_at_step {split}, end_at_step 10000, \
 return_with_leftover_noise disable |
 
-Step {split} of {steps} is the first whose noise level is below the boundary {boundary:.6g}{others}.
+Step {split} of {steps} is the first whose noise level is below the boundary {boundary}{others}.
 """
 OTHERS = "; of other numbers of steps it is {}"
 
@@ -48,11 +49,11 @@ def comfy_nodes(facts: Facts, loader: str) -> str:
     elif facts.has_boundary:
         splits = {n: split_step(facts, n) for n in (4, 8, 20, 40) if n != facts.steps}
         more["others"] = OTHERS.format(", ".join(f"{split} of {steps}" for steps, split in splits.items()))
-    return text.format(**vars(facts) | more, split=split_step(facts, facts.steps))
+    return text.format(**written(facts) | more, split=split_step(facts, facts.steps))
 
 
 def split_step(facts: Facts, steps: int) -> int:
     """The steps of the high-noise expert, by ComfyUI's scheduler `simple` as by diffusers."""
-    path = FlowSchedule(facts.shift, facts.boundary, seed=0, global_batch=1)
+    path = FlowSchedule(facts.shift, facts.boundary, seed=0)
     sigmas = [round(path.shifted(1 - step / steps), 6) for step in range(steps)]
     return sum(expert_at(sigma, path.boundary) is Expert.HIGH_NOISE for sigma in sigmas)

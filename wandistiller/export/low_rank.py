@@ -1,11 +1,11 @@
-"""Low-rank adapters cut out of the difference between a student and its teacher of the same shape."""
+"""Low-rank adapters cut out of the difference between two networks of one shape."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from wandistiller.utils.low_rank import in_halves, largest_directions
 
@@ -42,29 +42,28 @@ class Extracted(NamedTuple):
 
     adapter: Adapter
     kept: float
-    """Share of the squared difference of the linear layers that the adapter has."""
+    """Share of the squared difference of its layers that the adapter has."""
     outside: float
-    """Share of all squared difference outside the weights of linear layers, which no LoRA holds."""
+    """Share of all squared difference that is elsewhere."""
 
 
 def extract(
-    student: nn.Module, teacher: Callable[[str, Tensor], None], energy: float, most: int
+    layers: Collection[str], differences: Iterable[tuple[str, Tensor]], energy: float, most: int
 ) -> Extracted:
     """Find the LoRA of least rank that keeps `energy` of the squared difference, one rank for all layers.
 
     Each layer's part is the best of its rank: the largest singular directions.
 
     Args:
+        layers: linear layers that get one.
+        differences: name and change of each parameter, float32, of which one is held at a time.
         energy: over 0, up to 1.
     """
-    linear = {f"{name}.weight" for name, module in student.named_modules() if isinstance(module, nn.Linear)}
+    linear = {f"{layer}.weight" for layer in layers}
     factors: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
     inside = outside = 0.0
     squares = torch.zeros(most, dtype=torch.float64)
-    for name, value in student.named_parameters():
-        original = torch.empty(value.shape)
-        teacher(name, original)
-        difference = value.detach().float() - original
+    for name, difference in differences:
         square = difference.double().square().sum().item()
         if name not in linear:
             outside += square

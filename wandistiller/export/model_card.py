@@ -13,7 +13,14 @@ from huggingface_hub.repocard import metadata_load
 from wandistiller.checkpoint import manifest
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.config.start import recorded_stages
-from wandistiller.export.source import Source, clip, sampler_in_words, without_places
+from wandistiller.export.source import (
+    Source,
+    arguments,
+    clip,
+    sampler_in_words,
+    without_places,
+    written,
+)
 from wandistiller.flow import RENOISE
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json, write_json
@@ -27,8 +34,8 @@ HUB = "https://huggingface.co"
 HERE = "THIS_FOLDER"
 """The folder of an export, in a card that names no repository."""
 PICTURE = "samples.png"
-BESIDE = "."
-"""The folder that holds a card's folder and its files, where the calls are run."""
+BESIDE = "FOLDER_OF_THE_FILES"
+"""The folder that holds a card's folder and its files, in the same card."""
 LICENCES = ("LICENSE", "LICENSE.md", "LICENSE.txt")
 MADE_FOR = """Guidance is folded in: sample with `guidance_scale=1.0` (CFG 1), which takes half the calls. \
 Made for
@@ -61,7 +68,7 @@ Between steps diffusers takes noise from torch's own generator: for the same pic
 `torch.manual_seed` too, with another seed than a `generator` has, or that noise is the first once more."""
 TWO_EXPERTS = """
 
-The high-noise expert serves the noise levels (sigma) from {boundary:.6g} up, the low-noise expert those \
+The high-noise expert serves the noise levels (sigma) from {boundary} up, the low-noise expert those \
 below."""
 NO_LICENCE = """
 The teacher's folder names no licence. Whatever it is, it holds for this student: write it into the lines
@@ -74,7 +81,7 @@ def student_sentence(facts: Facts) -> str:
     parameters = transformer.count_parameters(facts.config) * n_experts / 1e6
     text = MADE + few_steps_sentence(facts) + TWO_EXPERTS * facts.has_boundary
     counts = {"layers": layers, "n_experts": n_experts, "parameters": parameters, "s": "s" * (n_experts > 1)}
-    return text.format(**vars(facts), **counts, clip=clip(facts))
+    return text.format(**written(facts), **counts, clip=clip(facts))
 
 
 def few_steps_sentence(facts: Facts) -> str:
@@ -93,7 +100,7 @@ def few_steps_sentence(facts: Facts) -> str:
 def _fewer_rows(facts: Facts) -> Iterator[str]:
     """Yield a row for each number of steps below a student's own: the calls that set its noise levels."""
     for steps in range(1, len(facts.few_steps)):
-        settings = ", ".join(f"{key}={value!r}" for key, value in fewer_steps(facts.shift, steps).items())
+        settings = arguments(fewer_steps(facts.shift, steps))
         more = ""
         if facts.has_boundary:
             handover = few_steps(facts.shift, steps, facts.boundary).boundary

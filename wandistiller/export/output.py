@@ -14,7 +14,15 @@ from torch import Tensor
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.config.job import Job
 from wandistiller.utils.errors import ConfigError, folder_problems
-from wandistiller.utils.files import atomic, delete_leftovers, flush, flush_all, open_as_umask_says
+from wandistiller.utils.files import (
+    atomic,
+    delete_leftovers,
+    flush,
+    flush_all,
+    open_as_umask_says,
+    system_error,
+)
+from wandistiller.utils.logging import set_activity
 from wandistiller.wan.lora_experts import FACTS
 
 
@@ -97,12 +105,15 @@ def replaced(target: Path) -> Iterator[Path]:
     temporary, earlier = (target.with_name(f".{target.name}.{end}") for end in ("tmp", "old.tmp"))
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
+    set_activity(f"writing {target}")
     try:
         yield temporary
         open_as_umask_says(temporary)
         flush_all(temporary)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)  # of a full disk
+        if refused := system_error(error, target):
+            raise refused from None
         raise
     shutil.rmtree(earlier, ignore_errors=True)
     if target.exists():  # deleted afterwards, as that takes time, in which a kill would leave nothing

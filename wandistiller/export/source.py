@@ -20,7 +20,7 @@ from wandistiller.student.lora import Lora, add_lora, is_adapter
 from wandistiller.student.projections_and_heads import PROJECTIONS
 from wandistiller.student.shared_base import BASE_LAYER, hollow_model
 from wandistiller.utils.errors import ConfigError, problem, readable
-from wandistiller.utils.logging import set_activity
+from wandistiller.utils.logging import current, set_activity
 from wandistiller.wan import transformer
 from wandistiller.wan.added_lora import read_recorded
 from wandistiller.wan.pipeline import WanFolder, open_wan, with_loras
@@ -58,13 +58,18 @@ class Source(NamedTuple):
         return self.facts.experts
 
     @property
+    def sides(self) -> list[str]:
+        """Folder names of the experts that names of files tell apart."""
+        return self.experts
+
+    @property
     def description(self) -> str:
         """One line for a file's metadata: the teacher, and how to sample."""
         facts = self.published
         how = f" {sampler_in_words(facts)}" if facts.few_steps else ""
         return (
             f"Distilled from {facts.teacher_path} with wandistiller. Guidance is folded in: "
-            f"sample with CFG 1, shift {facts.shift}, {facts.steps} steps{how}, "
+            f"sample with CFG 1, shift {facts.shift:.6g}, {facts.steps} steps{how}, "
             f"{clip(facts)} of {facts.width}x{facts.height}."
         )
 
@@ -84,11 +89,16 @@ class Source(NamedTuple):
         file is closed.
         """
         model = transformer.meta_transformer(self.facts.config)
+        for parameter, value in self.weights(name):
+            cast = value.to(transformer.parameter_dtype(parameter, dtype), copy=True)
+            transformer.set_parameter(model, parameter, cast)
+        return model
+
+    def weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and value of each weight of one expert as it was trained, as `network` has them."""
         for parameter, value in loading.read_weights(self.folder, Expert(name), self.facts.averaged):
             if not parameter.startswith(PROJECTIONS):
-                cast = value.to(transformer.parameter_dtype(parameter, dtype), copy=True)
-                transformer.set_parameter(model, parameter, cast)
-        return model
+                yield parameter, value
 
     def adapters(self, name: str) -> WanTransformer3DModel:
         """One expert with its adapters; its other weights take no memory, and are not its own."""
@@ -188,6 +198,17 @@ def sampler_in_words(facts: Facts) -> str:
     return "by noising its clean latents again (LCM)" if renoise else "by Euler's method"
 
 
+def written(facts: Facts) -> dict[str, Any]:
+    """Return the facts for a text, with their numbers as a person writes them."""
+    return {key: f"{v:.6g}" if isinstance(v, float) else v for key, v in vars(facts).items()}
+
+
+def arguments(settings: dict[str, Any]) -> str:
+    """Return settings as the arguments of a call, without the digits that rounding leaves."""
+    short = {key: float(f"{v:.10g}") if isinstance(v, float) else v for key, v in settings.items()}
+    return ", ".join(f"{key}={value!r}" for key, value in short.items())
+
+
 def clip(facts: Facts) -> str:
     """Name what a student draws."""
     return "images" if facts.num_frames == 1 else f"videos of {facts.num_frames} frames"
@@ -221,9 +242,11 @@ def _checkpoint(folder: Path, share: tuple[int, int]) -> Path:
             f"{folder}: no checkpoint there{there}. Name the --output_dir of a run, "
             "or one checkpoints/step_... folder."
         )
+    before = current.activity
     set_activity(f"verifying {checkpoint}")
     if problems := manifest.verify(checkpoint, share=share, of_student=True):
         others = [str(other) for other in manifest.steps(checkpoint.parent) if other != checkpoint]
         named = f", such as {others[0]}" if others else ""
         raise ConfigError(f"{checkpoint}: {'; '.join(problems)}. Name another checkpoint{named}.")
+    set_activity(before)
     return checkpoint

@@ -32,6 +32,9 @@ class Evaluated(TypedDict, total=False):
     prompts: int
     steps: int
     teacher_steps: int
+    shift: float
+    """Of the noise levels that the student was trained at; the teacher draws at that too."""
+    teacher_shift: float
     seed: int
     trained_steps: int
     """Training steps of the student, if it is one of this package."""

@@ -1,39 +1,23 @@
 """A term of the training objective: one float32 loss per sample, its settings and its weight over sigma."""
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, fields
-from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from wandistiller.batch import NOISED, STUDENT, Prediction, State
+from wandistiller.batch import NOISED, PATH, STUDENT, Prediction, State
 from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.experts import Expert
 from wandistiller.flow import EULER, FlowSchedule
+from wandistiller.objectives.script import TEACHER, Ask, Learn, Loss, Script
 from wandistiller.utils.validation import Positive
 
 T = TypeVar("T")
-Ask = Callable[[State], Tensor]
-"""A network's velocity v_BCFHW of a batch, float32; without gradient where that is off."""
-
 ALONG, TO_DATA = "along the teacher's path", "to data in one step"
 """Places to which a velocity leads."""
-TEACHER = "teacher"
-"""Name of the teacher among the networks that are called at samples."""
-Judged = Mapping[str, Tensor]
-"""v_BCFHW at samples of the teacher, and of each role that is called there, float32, without gradient."""
-
-
-class Networks(NamedTuple):
-    """The networks of a run; each is called on every rank or on none, with batches of one expert."""
-
-    student: Ask
-    others: Mapping[str, Any] = MappingProxyType({})
-    """The `student.learner.Learner` of each role that the objective trains beside the student."""
 
 
 class Role(NamedTuple):
@@ -107,13 +91,11 @@ SIGMA_WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Term(ABC):
+class Term:
     """One loss, the only term of its file; its fields are its keys in a recipe's "objective"."""
 
     states: ClassVar[str] = NOISED
     """Kind of states that the loss is computed at: NOISED, PATH or the term's own."""
-    samples: ClassVar[bool] = False
-    """True of a `TermOnSamples`."""
     limits: ClassVar[tuple[Limit, ...]] = ()
     """When its `numbers` mean that training fails."""
     weight: Positive = 1.0
@@ -125,13 +107,14 @@ class Term(ABC):
         return type(self).__module__.rpartition(".")[2]
 
     @property
+    def samples(self) -> bool:
+        """True if the loss is computed at the student's own samples, and not at cached latents."""
+        return self.states not in (NOISED, PATH)
+
+    @property
     def needs_teacher(self) -> bool:
         """True if the loss needs the teacher's prediction."""
         return True
-
-    def student_calls(self, schedule: FlowSchedule) -> float:
-        """Mean number of the student's forward passes without gradient for a micro-step of each update."""
-        return 0
 
     def needs_latents(self, role: str) -> bool:
         """Return whether an update of a role reads cached latents."""
@@ -204,33 +187,36 @@ class Term(ABC):
         return {self.states: source.noised(update, micro)}
 
     def roll_out(
-        self, role: str, batches: dict[str, State], student: Ask, schedule: FlowSchedule
-    ) -> dict[str, State]:
-        """Return what `draw` drew, with the states to which the student's own sampling leads; no gradient."""
-        return batches
+        self, role: str, states: dict[str, State], schedule: FlowSchedule
+    ) -> Generator[Ask, Prediction, dict[str, State]]:
+        """Sample with the student from what `draw` drew; return the states that `script` begins with.
 
-    def target(
-        self, teacher: Prediction | None, batch: State, networks: Networks, schedule: FlowSchedule
-    ) -> Any:
-        """Return what the student is to match, without gradient; by default the teacher's prediction.
+        It asks the student alone, whose weights are the same in all updates of a step.
+        """
+        yield from ()
+        return states
+
+    def script(self, role: str, states: dict[str, State], schedule: FlowSchedule) -> Script:
+        """Play a micro-step of a role's update.
 
         Args:
-            teacher: the teacher's prediction at noised states, if any term needs it.
+            states: from `roll_out`, by kind.
             schedule: the distribution that sigma was drawn from.
         """
-        return teacher
+        state = states[self.states]
+        target = yield from self.target(state, schedule)
+        prediction = yield Learn(state)
+        return Loss(self.loss(prediction, target, state)[None])
 
-    @abstractmethod
+    def target(self, batch: State, schedule: FlowSchedule) -> Generator[Ask, Prediction, Any]:
+        """Ask for what the student is to match, and return it; by default the teacher's prediction."""
+        if not self.needs_teacher:
+            return None
+        return (yield Ask(TEACHER, batch, tuple(sorted({block for _, block in self.matched_blocks}))))
+
     def loss(self, prediction: Prediction, target: Any, batch: State) -> Tensor:
-        """Compute loss_B, float32.
-
-        Args:
-            target: from the method `target`, or of a `TermOnSamples` from `target_of_samples`.
-        """
-
-    def numbers(self, target: Any, batch: State) -> dict[str, Tensor]:
-        """Return numbers_B by name that show whether training goes well; they go to metrics."""
-        return {}
+        """Compute loss_B of a term that compares a prediction with a target, float32."""
+        raise TypeError(f"{self.name} has a script of its own")
 
     def __str__(self) -> str:
         """Weight, name and settings other than the defaults: `0.1 feature(blocks=[1, 3])`."""
@@ -238,42 +224,6 @@ class Term(ABC):
         weight = f"{given.pop('weight'):g} " if "weight" in given else ""
         settings = ", ".join(f"{key}={value}" for key, value in given.items())
         return f"{weight}{self.name}({settings})" if settings else f"{weight}{self.name}"
-
-
-class TermOnSamples(Term):
-    """A loss on the student's own samples, at which the teacher is called once they are known."""
-
-    __slots__ = ()
-    samples: ClassVar[bool] = True
-    judges: ClassVar[tuple[str, ...]] = ()
-    """Roles whose networks are called at the samples too."""
-
-    @abstractmethod
-    def sampled(self, v_BCFHW: Tensor, batch: State) -> State:
-        """Return the student's samples at which the teacher is called.
-
-        Args:
-            v_BCFHW: the student's velocity, without gradient.
-        """
-
-    @abstractmethod
-    def target_of_samples(self, sampled: State, judged: Judged, networks: Networks) -> Any:
-        """Return what the student is to match, without gradient."""
-
-
-class TermWithRoles(Term):
-    """A loss that trains networks beside the student, its `roles`."""
-
-    __slots__ = ()
-
-    @abstractmethod
-    def losses_of(self, role: str, predictions: dict[str, Prediction], batches: dict[str, State]) -> Tensor:
-        """Compute the losses of one of `roles`, unweighted, float32: a row for each of `Role.losses`.
-
-        Args:
-            predictions: its network's, by kind of states.
-            batches: from `roll_out`.
-        """
 
 
 def mean_square(x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Consistency: the student's average velocity from a state to the end of its segment, in one step."""
 
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
@@ -7,9 +8,10 @@ import torch
 from annotated_types import Ge, Le
 from torch import Tensor
 
-from wandistiller.batch import Batch, Prediction
+from wandistiller.batch import STUDENT, Batch, Prediction
 from wandistiller.flow import EULER, RENOISE, FlowSchedule
-from wandistiller.objectives.base import TO_DATA, Networks, Term, mean_square
+from wandistiller.objectives.base import TO_DATA, Term, mean_square
+from wandistiller.objectives.script import TEACHER, Ask
 from wandistiller.utils.validation import write
 
 CONTINUOUS = 100
@@ -51,9 +53,6 @@ class Consistency(Term):
     """Sampling steps that noise the data again where all segments lead to it; None with `edges`, or where
     another term has them."""
 
-    def student_calls(self, schedule: FlowSchedule) -> float:
-        return 1
-
     @property
     def sampling_steps(self) -> int | None:
         return self.edges or self.steps
@@ -83,17 +82,16 @@ class Consistency(Term):
             "the path (Euler's method), or `steps` for those that noise the data again."
         ]
 
-    def target(
-        self, teacher: Prediction | None, batch: Batch, networks: Networks, schedule: FlowSchedule
-    ) -> Prediction | None:
+    def target(self, batch: Batch, schedule: FlowSchedule) -> Generator[Ask, Prediction, _Target]:
         t_B, next_B, share_B = self._step(batch, schedule)
         length_B1111, share_B1111 = (x_B.float().view(-1, 1, 1, 1, 1) for x_B in (t_B - next_B, share_B))
+        teacher = yield Ask(TEACHER, batch)
         x_BCFHW = batch.x_t_BCFHW - length_B1111 * teacher.v_BCFHW
-        v_BCFHW = networks.student(replace(batch, x_t_BCFHW=x_BCFHW, sigma_B=next_B.float()))
-        mean_BCFHW = v_BCFHW + share_B1111 * (teacher.v_BCFHW - v_BCFHW)
+        rest = yield Ask(STUDENT, replace(batch, x_t_BCFHW=x_BCFHW, sigma_B=next_B.float()))
+        mean_BCFHW = rest.v_BCFHW + share_B1111 * (teacher.v_BCFHW - rest.v_BCFHW)
         return _Target(mean_BCFHW, share_B=share_B.float())
 
-    def loss(self, prediction: Prediction, target: Prediction | None, batch: Batch) -> Tensor:
+    def loss(self, prediction: Prediction, target: _Target, batch: Batch) -> Tensor:
         loss_B = mean_square(prediction.v_BCFHW - target.v_BCFHW)
         if self.intervals != "continuous":
             return loss_B

@@ -1,31 +1,27 @@
 """DMD2: the student's own samples, by backward simulation, move to where the teacher's are likelier."""
 
-import statistics
+from collections.abc import Generator
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from annotated_types import Ge, Le
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, softplus
 
-from wandistiller.batch import NOISED, STUDENT, Conditioning, Prediction, State, to_device
+from wandistiller.batch import STUDENT, Conditioning, Prediction, State, to_device
 from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.experts import Expert
 from wandistiller.flow import EULER, RENOISE, FewSteps, FlowSchedule, clean, path
 from wandistiller.objectives.base import (
     SATURATION,
-    TEACHER,
     TO_DATA,
-    Ask,
-    Judged,
     Limit,
-    Networks,
     Role,
-    TermOnSamples,
-    TermWithRoles,
+    Term,
     mean_square,
 )
+from wandistiller.objectives.script import TEACHER, Ask, Learn, Loss, Script, Slope
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.utils.validation import NotNegative, Positive, Share
 
@@ -65,14 +61,6 @@ class Renoised(State):
     """The velocity dx_t/dt of the path to those samples, which the critic learns."""
 
 
-class Target(NamedTuple):
-    """The samples, the gradient that moves them, and numbers of each for metrics."""
-
-    x0_BCFHW: Tensor
-    gradient_BCFHW: Tensor
-    numbers: dict[str, Tensor]
-
-
 def drawn(
     schedule: FlowSchedule,
     shape: tuple[int, ...],
@@ -84,11 +72,10 @@ def drawn(
 
     Args:
         shape: of a latent, CFHW.
-        sample_index_B: global sample indices, all in one expert block.
+        sample_index_B: global sample indices.
     """
-    of_block = update, schedule.block(sample_index_B, update)
     exits = schedule.exits()
-    exit_ = exits[int(schedule.uniform("exit", *of_block) * len(exits))]
+    exit_ = exits[int(schedule.uniform("exit", update, 0) * len(exits))]
     end = schedule.handover if schedule.trained is Expert.HIGH_NOISE else 0.0
     renewed = exit_ if schedule.few.sampler == RENOISE else 0
     # the names are part of the random numbers' keys
@@ -96,7 +83,7 @@ def drawn(
         torch.stack([keyed_normal(shape, schedule.seed, kind, update, i) for i in sample_index_B])
         for kind in ("start", "judged noise", *(f"fresh {call}" for call in range(renewed)))
     )
-    expert = schedule.draw_expert(*of_block)
+    expert = schedule.draw_expert(update)
     sigmas = [schedule.draw_sigma(expert, update, i) for i in sample_index_B]
     least, most = RENOISED
     sigma_B = torch.tensor(sigmas, dtype=torch.float32).clamp(end + least, most)
@@ -116,16 +103,16 @@ def drawn(
     )
 
 
-@torch.no_grad()
-def simulated(batch: Rollout, student: Ask, few: FewSteps) -> Rollout:
+def simulated(batch: Rollout, few: FewSteps) -> Generator[Ask, Prediction, Rollout]:
     """Sample from the batch's noise to the state before its drawn call, with the sampler of use.
 
     Source: backward simulation, Yin et al. 2024, arXiv:2405.14867, section 4.5.
     """
     state = batch
     for call in range(batch.exit):
+        student = yield Ask(STUDENT, state)
         fresh_BCFHW = batch.fresh[call] if batch.fresh else None
-        x_BCFHW = few.following(call, state.x_t_BCFHW, student(state), fresh_BCFHW)
+        x_BCFHW = few.following(call, state.x_t_BCFHW, student.v_BCFHW, fresh_BCFHW)
         sigma_B = torch.full_like(batch.sigma_B, few.sigmas[call + 1])
         state = replace(state, x_t_BCFHW=x_BCFHW, sigma_B=sigma_B, expert=few.expert(call + 1))
     return state
@@ -176,11 +163,25 @@ def heads_loss(fake: Prediction, real: Prediction) -> Tensor:
     return softplus(realism(fake)) + softplus(-realism(real))
 
 
-def adversarial(batch: Renoised, critic: Any) -> Tensor:
-    """Return the gradient in x0_BCFHW of softplus(-D(x_t)), times the elements of the loss's mean."""
-    elements = batch.x0_BCFHW[0].numel()  # inside: a mean's gradient is too small for float16
-    slope_BCFHW = critic.slope(batch, lambda prediction: elements * softplus(-realism(prediction)).sum())
-    return (1 - batch.sigma_B.view(-1, 1, 1, 1, 1)) * slope_BCFHW
+def towards_teacher(
+    sample: Renoised, teacher_BCFHW: Tensor, critic_BCFHW: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the gradient in x0_BCFHW that moves samples, of velocities there, and numbers_B for metrics."""
+    x0_BCFHW = sample.x0_BCFHW
+    away_BCFHW = x0_BCFHW - clean(sample.x_t_BCFHW, teacher_BCFHW, sample.sigma_B)
+    scale_B = away_BCFHW.abs().flatten(1).mean(1).clamp(min=LEAST)
+    step_B = (sample.sigma_B / scale_B).view(-1, 1, 1, 1, 1)
+    gradient_BCFHW = step_B * (teacher_BCFHW - critic_BCFHW)
+    apart_B = mean_square(critic_BCFHW - teacher_BCFHW)
+    # averages to 0 where the critic is right, however large the target's noise, as above a hand-over
+    lag_B = _mean_of((sample.target_BCFHW - critic_BCFHW) * (teacher_BCFHW - critic_BCFHW))
+    return gradient_BCFHW, {
+        "critic_lag": lag_B / apart_B.clamp(min=LEAST),
+        "gradient": _mean_of(gradient_BCFHW.abs()),
+        "deviation": x0_BCFHW.flatten(1).std(1),
+        "cosine": cosine_similarity(critic_BCFHW.flatten(1), teacher_BCFHW.flatten(1)),
+        "gap": (apart_B / mean_square(teacher_BCFHW).clamp(min=LEAST)).sqrt(),
+    }
 
 
 def _mean_of(x_BCFHW: Tensor) -> Tensor:
@@ -188,12 +189,12 @@ def _mean_of(x_BCFHW: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Dmd2(TermOnSamples, TermWithRoles):
+class Dmd2(Term):
     """Match the distribution of the teacher's samples with those of `steps` sampling steps.
 
     The student samples from noise up to a drawn one of its steps, without gradient, and predicts x0 there.
     x0 is noised again to x_t, where the guided teacher and the critic, which learns the velocity of the
-    student's own samples, say how to move it: L = 1/2 mean (x0 - sg(x0 - g))^2, g of `target_of_samples`.
+    student's own samples, say how to move it: L = 1/2 mean (x0 - sg(x0 - g))^2, g of `_student`.
     A step of the run is `critic_updates` updates of the critic, each on samples of its own, and then one of
     the student. There is no data: prompts are enough.
 
@@ -204,7 +205,6 @@ class Dmd2(TermOnSamples, TermWithRoles):
     """
 
     states: ClassVar[str] = ROLLOUT
-    judges: ClassVar[tuple[str, ...]] = (CRITIC,)
     limits: ClassVar[tuple[Limit, ...]] = (
         Limit(
             "critic lags",
@@ -261,10 +261,6 @@ class Dmd2(TermOnSamples, TermWithRoles):
     """Share of the way that the critic's weights go to the student's after each of the student's updates."""
     gan: NotNegative = 0.0
     """Weight, such as 0.03, of heads on the critic that tell samples from cached latents; 0: no heads."""
-
-    def student_calls(self, schedule: FlowSchedule) -> float:
-        # to a drawn exit in each update, and once more for the samples of the critic's
-        return (1 + self.critic_updates) * statistics.mean(schedule.exits()) + self.critic_updates
 
     @property
     def sampling_steps(self) -> int | None:
@@ -340,55 +336,42 @@ class Dmd2(TermOnSamples, TermWithRoles):
         return {ROLLOUT: batch, REAL: source.noised_as(batch.renoise, update, micro)}
 
     def roll_out(
-        self, role: str, batches: dict[str, State], student: Ask, schedule: FlowSchedule
-    ) -> dict[str, State]:
-        state = simulated(batches[ROLLOUT], student, schedule.few)
-        if role == STUDENT:
-            return batches | {ROLLOUT: state}
-        others = {kind: batch for kind, batch in batches.items() if kind != ROLLOUT}
-        return {NOISED: renoised(state, student(state)), **others}
+        self, role: str, states: dict[str, State], schedule: FlowSchedule
+    ) -> Generator[Ask, Prediction, dict[str, State]]:
+        state = yield from simulated(states[ROLLOUT], schedule.few)
+        if role == CRITIC:
+            student = yield Ask(STUDENT, state)
+            state = renoised(state, student.v_BCFHW)
+        return states | {ROLLOUT: state}
 
-    def sampled(self, v_BCFHW: Tensor, batch: Rollout) -> Renoised:
-        return renoised(batch, v_BCFHW)
+    def script(self, role: str, states: dict[str, State], schedule: FlowSchedule) -> Script:
+        return self._student(states[ROLLOUT]) if role == STUDENT else self._critic(**states)
 
-    def target_of_samples(self, sampled: Renoised, judged: Judged, networks: Networks) -> Target:
-        """Return the samples and the gradient in x0_BCFHW: t (v_teacher - v_critic), normalised.
+    def _critic(self, generated: Renoised, real: State | None = None) -> Script:
+        """Let the critic learn the velocity of the student's samples and, with heads, to tell them."""
+        if not self.gan:
+            critic = yield Learn(generated)
+            return Loss(mean_square(critic.v_BCFHW - generated.target_BCFHW)[None])
+        fake, true = yield [Learn(generated), Learn(real)]
+        loss_B = mean_square(fake.v_BCFHW - generated.target_BCFHW)
+        return Loss(torch.stack([loss_B, heads_loss(fake, true)]))
+
+    def _student(self, state: Rollout) -> Script:
+        """Move the student's samples by the gradient in x0_BCFHW, g = t (v_teacher - v_critic), normalised.
 
         t (v_teacher - v_critic) = x0_critic - x0_teacher, which is divided by each sample's mean distance
         from the teacher's x0. Source: Yin et al. 2024, arXiv:2311.18828, equations 7 and 8.
         """
-        teacher_BCFHW, critic_BCFHW, x0_BCFHW = judged[TEACHER], judged[CRITIC], sampled.x0_BCFHW
-        away_BCFHW = x0_BCFHW - clean(sampled.x_t_BCFHW, teacher_BCFHW, sampled.sigma_B)
-        scale_B = away_BCFHW.abs().flatten(1).mean(1).clamp(min=LEAST)
-        step_B = (sampled.sigma_B / scale_B).view(-1, 1, 1, 1, 1)
-        gradient_BCFHW = step_B * (teacher_BCFHW - critic_BCFHW)
-        apart_B = mean_square(critic_BCFHW - teacher_BCFHW)
-        # averages to 0 where the critic is right, however large the target's noise, as above a hand-over
-        lag_B = _mean_of((sampled.target_BCFHW - critic_BCFHW) * (teacher_BCFHW - critic_BCFHW))
-        numbers = {
-            "critic_lag": lag_B / apart_B.clamp(min=LEAST),
-            "gradient": _mean_of(gradient_BCFHW.abs()),
-            "deviation": x0_BCFHW.flatten(1).std(1),
-            "cosine": cosine_similarity(critic_BCFHW.flatten(1), teacher_BCFHW.flatten(1)),
-            "gap": (apart_B / mean_square(teacher_BCFHW).clamp(min=LEAST)).sqrt(),
-        }
+        student = yield Learn(state)
+        sample = renoised(state, student.v_BCFHW.detach())
+        teacher, critic = yield [Ask(TEACHER, sample), Ask(CRITIC, sample)]
+        gradient_BCFHW, numbers = towards_teacher(sample, teacher.v_BCFHW, critic.v_BCFHW)
         if self.gan:
-            adversarial_BCFHW = self.gan * adversarial(sampled, networks.others[CRITIC])
+            elements = sample.x0_BCFHW[0].numel()  # inside: a mean's gradient is too small for float16
+            slope_BCFHW = yield Slope(CRITIC, sample, lambda p: elements * softplus(-realism(p)).sum())
+            adversarial_BCFHW = self.gan * ((1 - sample.sigma_B.view(-1, 1, 1, 1, 1)) * slope_BCFHW)
             numbers["adversarial"] = _mean_of(adversarial_BCFHW.abs())
             gradient_BCFHW = gradient_BCFHW + adversarial_BCFHW
-        return Target(x0_BCFHW, gradient_BCFHW, numbers)
-
-    def loss(self, prediction: Prediction, target: Target, batch: Rollout) -> Tensor:
-        x0_BCFHW = clean(batch.x_t_BCFHW, prediction.v_BCFHW, batch.sigma_B)
-        wanted_BCFHW = target.x0_BCFHW - target.gradient_BCFHW
-        return mean_square(x0_BCFHW - wanted_BCFHW) / 2
-
-    def losses_of(self, role: str, predictions: dict[str, Prediction], batches: dict[str, State]) -> Tensor:
-        fake = predictions[NOISED]
-        rows = [mean_square(fake.v_BCFHW - batches[NOISED].target_BCFHW)]
-        if self.gan:
-            rows.append(heads_loss(fake, predictions[REAL]))
-        return torch.stack(rows)
-
-    def numbers(self, target: Target, batch: Rollout) -> dict[str, Tensor]:
-        return target.numbers | {"exit": torch.full_like(batch.sigma_B, batch.exit)}
+        x0_BCFHW = clean(state.x_t_BCFHW, student.v_BCFHW, state.sigma_B)
+        loss_B = mean_square(x0_BCFHW - (sample.x0_BCFHW - gradient_BCFHW)) / 2
+        return Loss(loss_B[None], numbers | {"exit": torch.full_like(state.sigma_B, state.exit)})

@@ -1,8 +1,7 @@
 """The training objective: a weighted sum of terms, each a loss per sample at states of one kind."""
 
-from collections.abc import Callable
+from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +10,8 @@ from wandistiller.batch import NOISED, STUDENT, Prediction, State
 from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.experts import Expert
 from wandistiller.flow import FlowSchedule
-from wandistiller.objectives.base import Ask, Judged, Limit, Networks, Role, Term
-from wandistiller.teacher.base import Teacher
+from wandistiller.objectives.base import Limit, Role, Term
+from wandistiller.objectives.script import Ask, Loss, Script, joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,7 @@ class Objective:
     @property
     def kinds(self) -> list[str]:
         """Kinds of states that the terms need, each once; noised ones first, samples last."""
-        return list(dict.fromkeys(t.states for t in sorted(self.terms, key=lambda t: (t.samples, t.states))))
+        return list(dict.fromkeys(term.states for term in sorted(self.terms, key=self._order)))
 
     @property
     def needs_teacher(self) -> bool:
@@ -38,11 +37,6 @@ class Objective:
     def predicts_at_noised(self) -> bool:
         """True if a term needs the teacher's prediction at noised states; one call is for all such terms."""
         return any(term.needs_teacher and term.states == NOISED for term in self.terms)
-
-    @property
-    def calls_at_samples(self) -> int:
-        """Number of calls of the teacher at the student's own samples, in a micro-step of its update."""
-        return sum(term.needs_teacher and term.samples for term in self.terms)
 
     @property
     def sampling_steps(self) -> int | None:
@@ -84,94 +78,27 @@ class Objective:
         return any(term.samples for term in self._terms(role))
 
     def roll_out(
-        self, role: str, batches: dict[str, State], student: Ask, schedule: FlowSchedule
-    ) -> dict[str, State]:
-        """Return what `draw` drew, with the states to which the student's own sampling leads."""
-        with torch.no_grad():
-            for term in self._terms(role):
-                batches = term.roll_out(role, batches, student, schedule)
-        return batches
+        self, role: str, states: dict[str, State], schedule: FlowSchedule
+    ) -> Generator[Ask, Prediction, dict[str, State]]:
+        """Sample with the student from what `draw` drew, for all terms of the role."""
+        for term in self._terms(role):
+            states = yield from term.roll_out(role, states, schedule)
+        return states
 
-    def predictions(
-        self, teacher: Teacher | None, batches: list[dict[str, State]]
-    ) -> list[Prediction | None]:
-        """Return the teacher's prediction at the noised states of each micro-step, if a term needs it.
+    def script(self, role: str, states: dict[str, State], schedule: FlowSchedule) -> Script:
+        """Play a micro-step of a role's update, for all terms of the role.
 
         Args:
-            batches: by kind of states, of each micro-step.
+            states: from `roll_out`, by kind.
         """
-        if not self.predicts_at_noised:
-            return [None] * len(batches)
-        blocks = {m for term in self.terms for _, m in term.matched_blocks}
-        return teacher.predict_all([batch[NOISED] for batch in batches], tuple(sorted(blocks)))
-
-    @property
-    def judges(self) -> list[str]:
-        """Roles whose networks are called at the student's samples beside the teacher."""
-        return [role for term in self.terms if term.samples for role in term.judges]
-
-    def sampled(self, predictions: dict[str, Prediction], batches: dict[str, State]) -> list[State]:
-        """Return the student's samples at which the teacher is called, of each term with some.
-
-        Args:
-            predictions: the student's, by kind of states.
-        """
-        with torch.no_grad():
-            return [
-                term.sampled(predictions[term.states].v_BCFHW.detach(), batches[term.states])
-                for term in self.terms
-                if term.samples
-            ]
-
-    def targets(
-        self,
-        teacher: Prediction | None,
-        batches: dict[str, State],
-        networks: Networks,
-        schedule: FlowSchedule,
-    ) -> list[Any]:
-        """Return what each term matches in a micro-step, without gradient; None where samples decide.
-
-        Args:
-            teacher: from `predictions`.
-        """
-        with torch.no_grad():
-            return [
-                None if term.samples else term.target(teacher, batches[term.states], networks, schedule)
-                for term in self.terms
-            ]
-
-    def losses(
-        self,
-        predictions: dict[str, Prediction],
-        targets: list[Any],
-        batches: dict[str, State],
-        networks: Networks,
-        judge: Callable[[list[State]], list[Judged]] | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the student's loss_TB of each term T, unweighted, float32, and numbers_B for metrics.
-
-        Args:
-            predictions: the student's, by kind of states.
-            judge: returns velocities at samples, of the teacher and of `judges`.
-        """
-        with torch.no_grad():
-            sampled = self.sampled(predictions, batches)
-            at_samples = zip(sampled, judge(sampled) if sampled else [], strict=True)
-            targets = [
-                term.target_of_samples(*next(at_samples), networks) if term.samples else target
-                for term, target in zip(self.terms, targets, strict=True)
-            ]
-        losses, numbers = [], {}
-        for term, target in zip(self.terms, targets, strict=True):
-            batch = batches[term.states]
-            losses.append(term.loss(predictions[term.states], target, batch))
-            numbers |= term.numbers(target, batch)
-        return torch.stack(losses), numbers
-
-    def losses_of(self, role: str, predictions: dict[str, Prediction], batches: dict[str, State]) -> Tensor:
-        """Compute the unweighted losses of one of `others`, in the order of their names."""
-        return self._owner(role).losses_of(role, predictions, batches)
+        terms = sorted(self._terms(role), key=self._order)
+        scripts = [term.script(role, states, schedule) for term in terms]
+        if len(scripts) == 1:
+            return (yield from scripts[0])
+        losses = yield from joined(scripts)
+        of_terms = [losses[terms.index(term)] for term in self.terms]
+        numbers = {name: number_B for loss in of_terms for name, number_B in loss.numbers.items()}
+        return Loss(torch.cat([loss.rows_TB for loss in of_terms]), numbers)
 
     def weights(self, role: str) -> dict[str, float]:
         if role == STUDENT:
@@ -198,6 +125,10 @@ class Objective:
     def limits(self) -> list[Limit]:
         """When numbers of the terms mean that training fails."""
         return [limit for term in self.terms for limit in term.limits]
+
+    @staticmethod
+    def _order(term: Term) -> tuple[bool, str]:
+        return term.samples, term.states
 
     def _terms(self, role: str) -> list[Term]:
         return list(self.terms) if role == STUDENT else [self._owner(role)]
@@ -231,7 +162,3 @@ class Objective:
     def needs_latents(self, role: str) -> bool:
         """Return whether an update of a role reads cached latents."""
         return any(term.needs_latents(role) for term in self._terms(role))
-
-    def student_calls(self, schedule: FlowSchedule) -> float:
-        """Mean number of the student's forward passes without gradient for a micro-step of each update."""
-        return sum(term.student_calls(schedule) for term in self.terms)

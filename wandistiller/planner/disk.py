@@ -18,7 +18,6 @@ from wandistiller.planner.machine import Demand, Machine
 from wandistiller.planner.student_memory import optimizer_states
 from wandistiller.planner.student_network import other_network, student_network
 from wandistiller.planner.teacher_memory import added_sizes
-from wandistiller.student.full_start import starts_to_prepare
 from wandistiller.utils.system_memory import SYSTEM, amount, disk, disk_free
 from wandistiller.wan.components import text_config
 from wandistiller.wan.hub import broken_links, bytes_to_fetch
@@ -63,7 +62,7 @@ def written(job: Job, *, accelerator: bool) -> DiskUse:
     weights = count_parameters(job.student_transformer)
     student = 0 if job.is_teachers_lora else experts * 2 * weights
     if job.bases:  # the teacher has the other weights; a LoRA file has what was added to them
-        added, _ = added_sizes(job.folder.added, tuple(job.bases.values()))
+        added, _ = added_sizes(job.folder, tuple(job.bases.values()))
         student += 2 * (experts * network.trained_numel + added)
         student += (experts - trained) * 4 * network.trained_numel
     else:
@@ -79,10 +78,7 @@ def written(job: Job, *, accelerator: bool) -> DiskUse:
 
 
 def _cache(job: Job, accelerator: bool) -> int:
-    """Bytes of latents in float32, of the teacher's paths if kept, and of texts: a token for four bytes.
-
-    And of the factors, in float32, that adapters begin with as a full model.
-    """
+    """Bytes of latents in float32, of the teacher's paths if kept, and of texts: a token for four bytes."""
     run, items = job.run, job.items
     samples = job.epoch
     used = min(samples, job.updates * job.batch.total)
@@ -94,11 +90,10 @@ def _cache(job: Job, accelerator: bool) -> int:
     tokens = sum(min(TEXT_TOKENS, 1 + len(prompt.encode()) / 4) for prompt in prompts) / len(prompts)
     state = text_config(job.folder.path)["d_model"] * (2 if accelerator else 4)
     latents = states * x0 if job.needs_latents else 0
-    starts = 4 * student_network(job).trained_numel * len(starts_to_prepare(job))
     frames = 0
     if (config := job.folder.config).takes_image:  # most of it is what is joined to latents
         frames = used * x0 * (config.joined_channels or 1) / config.out_channels
-    return int(latents + frames + min(used, len(items)) * tokens * state + starts)
+    return int(latents + frames + min(used, len(items)) * tokens * state)
 
 
 def on_its_disk(machine: Machine, job: Job, swap: Path | None) -> Machine:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import held_memory, local_rank, memory_size, on_accelerator
 from wandistiller.distributed.device import name as device_name
-from wandistiller.engine.transfers import Topology
+from wandistiller.engine.topology import Topology
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.utils.system_memory import (
     GIB,

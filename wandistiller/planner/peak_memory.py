@@ -20,7 +20,6 @@ from wandistiller.planner.student_memory import (
 )
 from wandistiller.planner.student_network import matched_blocks, other_network, student_network
 from wandistiller.planner.teacher_memory import added_parts, hidden_states, sharers_of_a_call, teacher_parts
-from wandistiller.student.full_start import starts_to_prepare
 from wandistiller.utils.allocators import KEPT
 from wandistiller.utils.images import STILLS, WIDEST, tile_size
 from wandistiller.utils.system_memory import PIECES, reserve, room_of_a_rank
@@ -183,7 +182,7 @@ class _Planner:
         """The same where each rank reads the teacher's weights for its other networks."""
         j = self.job
         copied = j.bases or j.student.init == "teacher" and not j.start
-        return added_parts(j) if copied and not j.shares_base or starts_to_prepare(j) else {}
+        return added_parts(j) if copied and not j.shares_base else {}
 
     def _measuring(self) -> Parts:
         """A call of the teacher on whole samples, to measure it at all patches; there is no student yet."""

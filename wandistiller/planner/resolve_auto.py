@@ -1,27 +1,27 @@
-"""Decides `auto`: student's engine and teacher's placement become the simplest shipped JSONs that fit.
+"""Decides `auto`: the simplest shipped JSONs that fit for student and teacher, and the micro-batch.
 
-`plan --recommend` and the advice after memory ran out compare the same combinations. (The word `auto` in a
-teacher JSON is read by teacher/placements/auto.py, which loads nothing and decides nothing.)
+`plan` compares the same combinations. (The word `auto` in a teacher JSON is read by
+teacher/placements/auto.py, which loads nothing and decides nothing.)
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain, groupby
+from itertools import groupby
 from math import ceil
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from wandistiller.config.cross_checks import block_problems, sequence_problems
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import AUTO
 from wandistiller.config.validate import leaves_engine_open
 from wandistiller.distributed import collectives
+from wandistiller.engine.activation_checkpointing import SECTION as RECOMPUTED
 from wandistiller.engine.ds_config import load, student_engine
 from wandistiller.engine.ds_json import DeepSpeedJson
 from wandistiller.engine.ds_overrides import ACCUMULATION, MICRO, TOTAL
 from wandistiller.engine.ds_schema import BATCH_KEYS
 from wandistiller.engine.preflight import config_problems
-from wandistiller.engine.transfers import Topology
+from wandistiller.engine.topology import Topology
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.planner.disk import on_its_disk, swap_folder
 from wandistiller.planner.machine import Demand, Machine, demands, this_machine
@@ -36,16 +36,19 @@ from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.memoize import once_for_each
 
 SECTIONS = ("zero_optimization", "aio")
-"""Sections of a student JSON that are chosen here, with the batch keys; all else is the run's."""
+"""Sections of a student JSON that are chosen here, with the batch keys; all else is the run's. Of a JSON that
+keeps activations in CPU memory its RECOMPUTED too."""
 STUDENTS = (
     ("zero2", "zero1", "zero0", "zero3"),
     ("zero3_offload", "zero2_offload"),
+    ("lora_wan_clips",),
     ("zero3_offload_all",),
     ("zero3_nvme",),
 )
 """In ds_configs/student/, the simplest first: those that keep all on the accelerators, that give away the
-optimizer, then the weights too, then all to a disk. A single rank divides nothing and takes `zero0` first.
-Stage 3 computes while gradients are on their way to CPU memory, and stage 2 waits (deepspeed 0.19.8)."""
+optimizer, then activations or the weights too, then all to a disk. The others there have the sections of one
+of these. A single rank divides nothing and takes `zero0` first. Stage 3 computes while gradients are on their
+way to CPU memory, and stage 2 waits (deepspeed 0.19.8)."""
 TEACHERS = (
     "replicated host_cpu streamed sharded_node sharded zero_inference_cpu_node zero_inference_cpu files "
     "zero_inference_nvme"
@@ -57,15 +60,14 @@ WEIGHTS = (None, "int8", "nf4")
 """Formats of the teacher's weights in the shipped JSONs, the exact one first."""
 ENOUGH = 6000
 """Tokens of a micro-step, as of four images of 480x832, beside which what moves in each counts little."""
-SHARERS = (2, 4, 8)
-"""Ranks that may compute each sample together, where the run leaves it open."""
 OWN = "as given"
 """Instead of a file's name, for an engine that is not chosen."""
 NEAREST = 3
 """Number of combinations in the error message."""
 HELPS = (
-    "What helps: a smaller student, fewer frames, more GPUs or nodes, more CPU memory, "
-    "a larger disk for the swap folder"
+    "What helps: adapters (`--lora`) or a smaller student, fewer frames, several GPUs for each sample "
+    "(`--context_parallel`), `--prepare_batch 1`, more GPUs or nodes, more CPU memory, a larger disk for the "
+    "swap folder"
 )
 
 
@@ -107,25 +109,21 @@ class Choice(NamedTuple):
     @property
     def settings(self) -> dict[str, Any]:
         """The engines of this run as recipe keys: file names where those suffice, else the content."""
-        j, (student, teacher), number = self.job, self.files, self.job.run.context_parallel
+        j, (student, teacher) = self.job, self.files
         batch = {TOTAL: j.batch.total, MICRO: j.batch.micro}
-        jsons = load(student), j.student_engine
-        contents = [json.without(*BATCH_KEYS).replaced(**batch).raw for json in jsons]
-        replicas = j.batch.ranks
-        same = (s for s in (student, *contents) if student_engine(load(s), replicas) == j.student_engine)
-        of_file = read_placement(load(teacher), number * replicas)
-        return ({"context_parallel": number} if number > 1 else {}) | {
-            "deepspeed_config": next(same),
-            "teacher_deepspeed_config": teacher if of_file == j.teacher else j.teacher.engine.raw,
-            "prepare_batch": j.run.prepare_batch,
+        content = j.student_engine.without(*BATCH_KEYS).replaced(**batch).raw
+        is_shipped = student_engine(load(student), j.batch.ranks) == j.student_engine
+        placement = read_placement(load(teacher), j.batch.ranks * j.run.context_parallel)
+        return {
+            "deepspeed_config": student if is_shipped else content,
+            "teacher_deepspeed_config": teacher if placement == j.teacher else j.teacher.engine.raw,
         }
 
     def __str__(self) -> str:
         batch = self.job.batch
         micro = f"micro-batch {batch.micro} x {batch.accumulation}"
         teacher = " in ".join([self.teacher, *quantized_facts(self.job.teacher).values()])
-        shared = f", {n} ranks a sample" if (n := self.job.run.context_parallel) > 1 else ""
-        return f"student {self.student}, teacher {teacher}, {micro}{shared}"
+        return f"student {self.student}, teacher {teacher}, {micro}"
 
 
 class Pair(NamedTuple):
@@ -135,8 +133,6 @@ class Pair(NamedTuple):
     teacher: str
     sizes: list[Job]
     """The run with both, in every micro-batch that it allows, the smallest first."""
-    changes_teacher: bool
-    """True if settings of the teacher's JSON may be changed."""
     group: int
     """Place of the student's group in STUDENTS."""
 
@@ -151,32 +147,14 @@ class Pair(NamedTuple):
         choice = self.choice(job, machine)
         return choice if choice.fits(machine) else None
 
-    def largest(self, machine: Machine, suits: Callable[[Choice], bool]) -> Choice | None:
-        """The largest micro-batch that fits and suits, beside the largest calls of the teacher that fit."""
-        best = self._smallest(machine)
-        if not best or not suits(best):
-            return None
-        for size in self.sizes[1:]:
-            like = replace(size.run, prepare_batch=best.job.run.prepare_batch)
-            more = self.fitting(replace(size, run=like, teacher=best.job.teacher), machine)
-            if not more or not suits(more):
+    def largest(self, machine: Machine) -> Choice | None:
+        """The largest micro-batch that fits."""
+        best = None
+        for size in self.sizes:
+            if not (choice := self.fitting(size, machine)):
                 break
-            best = more
+            best = choice
         return best
-
-    def least(self, machine: Machine) -> Choice:
-        """The smallest micro-batch beside the smallest calls of the teacher."""
-        *_, job = _smaller_calls(self.sizes[0], passes=self.changes_teacher)
-        return self.choice(job, machine)
-
-    def _smallest(self, machine: Machine) -> Choice | None:
-        """The smallest micro-batch, with the largest calls of the teacher that fit; None if none do."""
-        first, *smaller = _smaller_calls(self.sizes[0], passes=self.changes_teacher)
-        if (whole := self.fitting(first, machine)) or not smaller:
-            return whole
-        if not (least := self.fitting(smaller[-1], machine)):
-            return None
-        return next(filter(None, (self.fitting(job, machine) for job in smaller[:-1])), least)
 
 
 def choices(
@@ -185,66 +163,57 @@ def choices(
     choose: tuple[bool, bool] = (True, True),
     here: bool = False,
     *,
-    keeps_sharing: bool = True,
-    suits: Callable[[Choice], bool] = lambda choice: True,
+    exact: bool = False,
+    by_teacher: bool = False,
 ) -> Iterator[Choice]:
     """Yield each pair of shipped JSONs that fits, the simplest first, at the largest micro-batch that does.
 
-    The groups of STUDENTS follow each other, and in each the teachers, and of each teacher the students; but
-    pairs that have no room for ENOUGH tokens come after those of their group that have it. Another of
-    `formats` is tried only where none fits in those before.
+    Those that keep the format of the teacher's weights come before those of each other of `formats`. Within a
+    format the groups of STUDENTS follow each other, and in each the teachers, and of each teacher the
+    students; but pairs that have no room for ENOUGH tokens come after those of their group that have it.
 
     Args:
         choose: as in `pairs`, and `here` too.
-        keeps_sharing: as many ranks as now compute each sample; else of a video any number.
+        exact: as in `formats`.
+        by_teacher: of each teacher JSON the first alone.
     """
-    for weights in formats(job, choose, here):
-        sharing = [job] if keeps_sharing else sharings(job, machine)
-        every = (pairs(each, machine, choose, here, weights) for each in sharing)
-        fitting = chain.from_iterable(_fitting(each, machine, suits) for each in every)
-        if first := next(fitting, None):
-            yield first
-            yield from fitting
-            return
+    seen: set[str] = set()
+    for weights in formats(job, choose, exact=exact):
+        for choice in _fitting(pairs(job, machine, choose, here, weights), machine, seen):
+            if choice.teacher not in seen:
+                yield choice
+            if by_teacher:
+                seen.add(choice.teacher)
 
 
-def _fitting(every: list[Pair], machine: Machine, suits: Callable[[Choice], bool]) -> Iterator[Choice]:
-    """Yield the largest micro-batch that fits and suits of each pair, in the order of `choices`."""
+def _fitting(every: list[Pair], machine: Machine, without: set[str]) -> Iterator[Choice]:
+    """Yield the largest micro-batch that fits of each pair, in the order of `choices`.
+
+    Args:
+        without: teachers of which no more pairs are planned.
+    """
     for _, group in groupby(every, key=lambda pair: pair.group):
         few = []
-        for pair in group:
+        for pair in (pair for pair in group if pair.teacher not in without):
             size, largest = pair.sizes[0].size, pair.sizes[-1].batch.micro
             tokens = pair.sizes[0].folder.tokens(size.height, size.width, size.num_frames)
-            if found := pair.largest(machine, suits):
-                if found.job.batch.micro >= min(ceil(ENOUGH / tokens), largest):
-                    yield found
+            if choice := pair.largest(machine):
+                if choice.job.batch.micro >= min(ceil(ENOUGH / tokens), largest):
+                    yield choice
                 else:
-                    few.append(found)
+                    few.append(choice)
         yield from sorted(few, key=lambda choice: -choice.job.batch.micro)
 
 
-def formats(job: Job, choose: tuple[bool, bool] = (True, True), here: bool = False) -> list[Weights]:
+def formats(job: Job, choose: tuple[bool, bool] = (True, True), *, exact: bool = False) -> list[Weights]:
     """Return the formats of the teacher's weights in which it is tried: first the run's own, then the exact.
 
     Args:
         choose: as in `pairs`.
-        here: a run is to be trained: what changes the teacher's outputs is not chosen for it.
+        exact: without those that change the teacher's outputs, which `auto` never chooses.
     """
-    others = WEIGHTS if not here else WEIGHTS[:1]
+    others = WEIGHTS[:1] if exact else WEIGHTS
     return list(dict.fromkeys([job.teacher.weights, *(others if choose[1] else ())]))
-
-
-def sharings(job: Job, machine: Machine) -> Iterator[Job]:
-    """Yield the run, and a video's with each number of a node's ranks that divides its heads and tokens."""
-    yield job
-    if job.run.num_frames == 1 or job.run.context_parallel > 1:
-        return
-    for number in SHARERS:
-        share = job.batch.total * number // machine.ranks
-        engine = job.student_engine.replaced(**{MICRO: 1, ACCUMULATION: share})
-        shared = replace(job, run=replace(job.run, context_parallel=number), student_engine=engine)
-        if machine.ranks_on_node % number == 0 and not sequence_problems(shared, machine.ranks):
-            yield shared
 
 
 def pairs(
@@ -252,7 +221,7 @@ def pairs(
     machine: Machine,
     choose: tuple[bool, bool] = (True, True),
     here: bool = False,
-    weights: Weights | Literal["as given"] = OWN,
+    weights: Weights = None,
 ) -> list[Pair]:
     """The combinations at the run's global batch that its other settings allow, the simplest first.
 
@@ -262,40 +231,32 @@ def pairs(
         weights: format of the teacher's, if it is chosen.
     """
     student, teacher = choose
-    weights = job.teacher.weights if weights == OWN else weights
     placements = [*_teachers(job, machine, here, weights)] if teacher else [(OWN, job.teacher)]
     alone = machine.ranks == 1
     names = [sorted(group, key=lambda name: alone and name != "zero0") for group in STUDENTS]
-    groups = [[*_students(job, group, here)] for group in names] if student else [[(OWN, [job])]]
+    groups = [[*_students(job, machine, group, here)] for group in names] if student else [[(OWN, [job])]]
     return [
-        Pair(name, place, [replace(size, teacher=placement) for size in sizes], teacher, number)
+        Pair(name, place, [replace(size, teacher=placement) for size in sizes], number)
         for number, group in enumerate(groups)
         for place, placement in placements
         for name, sizes in group
     ]
 
 
-def _smaller_calls(job: Job, *, passes: bool) -> Iterator[Job]:
-    """Yield the run with ever smaller calls of the teacher.
-
-    Args:
-        passes: whether its JSON may be changed.
-    """
-    yield job
-    while job.run.prepare_batch > 1:
-        job = replace(job, run=replace(job.run, prepare_batch=job.run.prepare_batch // 2))
-        yield job
-    if passes and job.branches > 1 and job.teacher.guidance_passes == 1:
-        yield replace(job, teacher=with_keys(job.teacher, guidance_passes=2))
-
-
-def _students(job: Job, names: Iterable[str], here: bool) -> Iterator[tuple[str, list[Job]]]:
+def _students(
+    job: Job, machine: Machine, names: Iterable[str], here: bool
+) -> Iterator[tuple[str, list[Job]]]:
     """The run with each of these engines that goes with its other settings, in every possible micro-batch."""
     own = job.student_engine.without(*BATCH_KEYS, *SECTIONS)
+    tuned = replace(job.run, lora=None)  # of its checks, which take a second, none is about the engine
     for name in names:
         shipped = load(f"ds_configs/student/{name}.json").raw
-        sizes = [*_micro_batches(job, own.replaced(**{k: shipped[k] for k in SECTIONS if k in shipped}))]
-        if not sizes or tuning_problems(job.run, job.student_transformer, sizes[0].student_engine):
+        sections = [RECOMPUTED] if shipped[RECOMPUTED].get("cpu_checkpointing") else []
+        if sections and not machine.topology.accelerator:
+            continue  # activations are in CPU memory anyway
+        sections += [key for key in SECTIONS if key in shipped]
+        sizes = [*_micro_batches(job, own.replaced(**{key: shipped[key] for key in sections}))]
+        if not sizes or tuning_problems(tuned, job.student_transformer, sizes[0].student_engine):
             continue
         if not (here and config_problems(sizes[0].student_engine)):
             yield name, sizes
@@ -307,9 +268,7 @@ def _micro_batches(job: Job, json: DeepSpeedJson) -> Iterator[Job]:
     for micro in (m for m in (1, 2, 4, 8, 16, 32) if share % m == 0):
         with suppress(ConfigError):  # it does not go with the rest of the run's JSON
             cut = json.replaced(**{MICRO: micro, ACCUMULATION: share // micro})
-            sized = replace(job, student_engine=student_engine(cut, job.batch.ranks))
-            if not block_problems(sized):
-                yield sized
+            yield replace(job, student_engine=student_engine(cut, job.batch.ranks))
 
 
 def _teachers(job: Job, machine: Machine, here: bool, weights: Weights) -> Iterator[tuple[str, Placement]]:
@@ -386,14 +345,13 @@ def chosen(job: Job, machine: Machine, here: bool = False) -> Choice:
         ConfigError: nothing fits; it names the nearest combinations, free memory, and what helps.
     """
     choose = left_open(job)
-    if best := next(choices(job, machine, choose, here), None):
+    if best := next(choices(job, machine, choose, here, exact=True), None):
         return best
-    every = chain.from_iterable(pairs(job, machine, choose, here, w) for w in formats(job, choose, here))
-    least = (pair.least(machine) for pair in every)
-    near = sorted(least, key=lambda choice: choice.tightest(machine).over)[:NEAREST]
+    tried = formats(job, choose, exact=True)
+    every = [pair for weights in tried for pair in pairs(job, machine, choose, here, weights)]
+    near = sorted(
+        (pair.choice(pair.sizes[0], machine) for pair in every), key=lambda one: one.tightest(machine).over
+    )[:NEAREST]
     needs = "; ".join(f"{choice} would need {choice.tightest(machine)}" for choice in near)
     free = ", ".join(d.supply for d in near[0].demands(machine))
-    half = ", or a teacher in bfloat16, which takes half" if job.teacher.engine.precision == "float32" else ""
-    raise ConfigError(
-        f"Nothing that could be chosen fits. Free are {free}. Nearest come: {needs}. {HELPS}{half}."
-    )
+    raise ConfigError(f"Nothing that could be chosen fits. Free are {free}. Nearest come: {needs}. {HELPS}.")

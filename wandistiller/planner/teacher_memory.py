@@ -11,7 +11,7 @@ from wandistiller.planner.student_network import matched_blocks
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.activation_memory import call_bytes
-from wandistiller.wan.added_lora import AddedLora, added_changes
+from wandistiller.wan.added_lora import added_changes
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.transformer_config import TransformerConfig
 
@@ -80,9 +80,13 @@ def teacher_parts(
 
 
 @once_for_each
-def added_sizes(added: tuple[AddedLora, ...], experts: tuple[Expert, ...]) -> tuple[int, int]:
+def added_sizes(folder: WanFolder, experts: tuple[Expert, ...]) -> tuple[int, int]:
     """Elements of the factors of LoRA files in all of these networks, and of the largest changed weight."""
-    changes = [one for expert in experts for one in added_changes(added, expert, weights=False).values()]
+    changes = [
+        one
+        for expert in experts
+        for one in added_changes(folder.added, folder.configs[expert], expert, weights=False).values()
+    ]
     factors = sum(a.numel() + b.numel() for a, b in changes)
     return factors, max((len(b) * a.shape[1] for a, b in changes), default=0)
 
@@ -97,7 +101,7 @@ def added_parts(job: Job, *, once: bool = False) -> Parts:
     """
     if not job.folder.added:
         return {}
-    factors, largest = added_sizes(job.folder.added, tuple(job.teachers_folder.configs))
+    factors, largest = added_sizes(job.folder, tuple(job.teachers_folder.configs))
     sizes = {"LoRA files added to the teacher": 4 * factors, "a weight and its change": 2 * 4 * largest}
     return {use: Bytes(node=n) if once else Bytes(host=n) for use, n in sizes.items()}
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,14 +12,13 @@ from torch import Tensor, nn
 
 from wandistiller.batch import Batch
 from wandistiller.data.cached_dataset import CachedData
-from wandistiller.data.measured import Measured, batches_digest
+from wandistiller.data.measured import Measured
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.shutdown import Stopped
 from wandistiller.experts import Expert, expert_at
 from wandistiller.flow import FlowSchedule, band_name, with_noise
 from wandistiller.student.pruning import CalibrationStats, InputMoments
-from wandistiller.utils.files import digest
 from wandistiller.utils.logging import heartbeat
 from wandistiller.wan.structure import CONDITION, IMAGE_NORM, NORMED, STREAM_NORMS, TEXT_READER
 from wandistiller.wan.text_padding import TEXT_TOKENS, padded
@@ -158,7 +156,8 @@ def _in_parts(add: Callable[[Tensor], None], _: nn.Module, inputs: tuple[Tensor,
 
 TOKENS, FEWEST, MOST = 2**15, 16, 64
 """Patches of all calibration samples together, and bounds for the number of samples."""
-BANDS = 4
+BANDS = [(0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0)]
+"""Of sigma, in which the error before training is stated."""
 
 
 def number_of_samples(tokens: int) -> int:
@@ -167,15 +166,16 @@ def number_of_samples(tokens: int) -> int:
 
 
 def calibration_batches(
-    data: CachedData, schedule: FlowSchedule, *, tokens: int, batch_size: int
+    data: CachedData, schedule: FlowSchedule, *, tokens: int, batch_size: int, most: int = MOST
 ) -> list[Batch]:
     """Make batches, each of one expert, at evenly spaced points of the unshifted line, as in training.
 
     Args:
         tokens: patches of a sample; the samples together have `TOKENS` patches, if `FEWEST` to
             `MOST` samples can.
+        most: further bound of their number.
     """
-    count = number_of_samples(tokens)
+    count = min(number_of_samples(tokens), most)
     sigmas = [schedule.shifted((i + 0.5) / count) for i in range(count)]
     batches = []
     for expert in Expert:
@@ -205,9 +205,8 @@ class VelocityError:
         return (error / norm).sqrt().item() if len(rows_N3) else None
 
     def by_sigma(self) -> dict[str, float]:
-        """Return the error in each of `BANDS` equal bands of sigma, without empty ones."""
-        bands = [(i / BANDS, (i + 1) / BANDS) for i in range(BANDS)]
-        errors = {band_name(low, high): self.relative(low, high) for low, high in bands}
+        """Return the error in each of `BANDS`, without empty ones."""
+        errors = {band_name(low, high): self.relative(low, high) for low, high in BANDS}
         return {band: error for band, error in errors.items() if error is not None}
 
 
@@ -232,30 +231,4 @@ def velocity_error(
         collectives.raise_if_stop_requested()
         heartbeat()
         rows.append(error_rows(batch, velocity(batch), target_BCFHW))
-    return VelocityError(torch.cat(rows))
-
-
-@torch.no_grad()
-def start_error(
-    batches: list[Batch],
-    teacher: Callable[[Batch], Tensor],
-    student: Callable[[Batch], Tensor],
-    measured: Measured,
-    identity: Any,
-) -> VelocityError:
-    """Measure the student before training, and keep the errors. Collective.
-
-    Args:
-        identity: all that the student's weights depend on, for JSON.
-    """
-    rows, same = [], batches_digest(batches)
-    progress = Progress("velocity error at the start", 2 * len(batches), "call")
-    teacher, student = progress.counting(teacher), progress.counting(student)
-    for i, batch in enumerate(batches):
-        collectives.raise_if_stop_requested()
-        before = progress.done
-        name = digest("start", same, identity, i)
-        rows.append(measured.of(name, lambda b=batch: error_rows(b, student(b), teacher(b))))
-        if progress.done == before:
-            progress.skip(2)
     return VelocityError(torch.cat(rows))

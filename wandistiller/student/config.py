@@ -12,8 +12,8 @@ from wandistiller.student.pruning import fits_rope
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json
 from wandistiller.utils.validation import Count, Index, Text, check, types_of, write
-from wandistiller.wan.checks import transformer_problems, weight_problems
-from wandistiller.wan.components import PartConfig
+from wandistiller.wan.checks import part_problems, weight_problems
+from wandistiller.wan.components import PartConfig, filled
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.transformer import meta_transformer
 from wandistiller.wan.transformer_config import TransformerConfig
@@ -86,7 +86,7 @@ def read_student_config(
         if folder.config.image_dim:
             values["added_kv_proj_dim"] = values["num_attention_heads"] * values["attention_head_dim"]
     source = f"{where}: {student.init}" if own_folder else where
-    problems = transformer_problems(PartConfig(source, values))
+    problems = part_problems("transformer", PartConfig(source, values))
     if problems:
         raise ConfigError(*problems)
     config = replace(TransformerConfig.of(values), expands_time=folder.config.expands_time)
@@ -186,7 +186,7 @@ def _read_config(where: str, student: StudentConfig) -> dict[str, Any]:
     if student.experts == "two" and not has_two:
         remedy = 'It has one expert. Write "experts": "one", or name another.'
         raise ConfigError(problem(where, "init", student.init, remedy))
-    return read_json(file)
+    return filled("transformer", read_json(file))
 
 
 def transformer_folder(init: str, expert: Expert) -> Path:

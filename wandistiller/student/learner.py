@@ -26,6 +26,7 @@ from wandistiller.engine.workarounds import (
     share_adam_s_time,
     skip_nonfinite_steps,
     uncount_skipped_step,
+    uncounted,
     without_dummy_step,
     without_empty_buckets,
 )
@@ -88,6 +89,9 @@ class Learner:
             self.engines[expert] = _engine(model, own, rates, f"{role}_{expert.value}")
         self.monitors, *_ = map(Monitors, self.engines.values())
         self.trained = {expert: MasterWeights(engine) for expert, engine in self.engines.items()}
+        first, *_ = self.engines.values()
+        self._uncounted = {e: uncounted(engine, engine.module) for e, engine in self.engines.items()}
+        self._uncounted |= {e: uncounted(first, network) for e, network in self._frozen.items()}
         self._hook_optimizers()
         averaged = {} if ema is None else self.trained
         self._lr, self._may_lower_scale = 0.0, False
@@ -200,8 +204,8 @@ class Learner:
         x_t_BCFHW = batch.x_t_BCFHW.detach().requires_grad_()
         expert = self._trained_for(batch.expert)
         with torch.enable_grad(), self._blocks[expert].stored():
-            given, call = replace(batch, x_t_BCFHW=x_t_BCFHW), self.engines[expert].module
-            v_BCFHW = transformer.velocity(self.networks[expert], given, call)
+            given = replace(batch, x_t_BCFHW=x_t_BCFHW)
+            v_BCFHW = transformer.velocity(self.networks[expert], given, self._uncounted[expert])
             prediction = self._prediction(v_BCFHW, batch, expert)
             slope_BCFHW, *_ = torch.autograd.grad(value(prediction), x_t_BCFHW)
         return self.ranks.mean(slope_BCFHW)
@@ -209,12 +213,12 @@ class Learner:
     def forward(self, batch: State) -> Prediction:
         """Return the velocity and, with gradients on, the projected hidden states of matched blocks."""
         if batch.expert in self._frozen:
+            frozen, call = self._frozen[batch.expert], self._uncounted[batch.expert]
             with torch.no_grad():
-                return Prediction(transformer.velocity(self._frozen[batch.expert], batch))
+                return Prediction(transformer.velocity(frozen, batch, call))
         expert = self._trained_for(batch.expert)
-        engine = self.engines[expert]
         # ZeRO-3 counts micro-steps in the engine's forward; without it only the last gradient stays (0.19.8)
-        call = engine if torch.is_grad_enabled() else engine.module
+        call = self.engines[expert] if torch.is_grad_enabled() else self._uncounted[expert]
         v_BCFHW = transformer.velocity(self.networks[expert], batch, call)
         return self._prediction(v_BCFHW, batch, expert)
 

@@ -3,23 +3,18 @@
 import re
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from wandistiller.distributed import collectives
-from wandistiller.experts import Expert
 from wandistiller.student.projections_and_heads import PROJECTIONS
-from wandistiller.utils.errors import ConfigError, problem
+from wandistiller.utils.errors import problem
 from wandistiller.utils.parameter_patterns import any_names, names_part, unknown_parts
 from wandistiller.utils.validation import Count, Positive, Text, check, types_of, write
 from wandistiller.wan import transformer
-from wandistiller.wan.full_models import is_full_model
-from wandistiller.wan.lora_experts import files_of
-from wandistiller.wan.lora_files import left_out_words, read_lora
+from wandistiller.wan.lora_files import LowRank
 from wandistiller.wan.structure import ATTENTION_MAPS, IMAGE_MAPS
 from wandistiller.wan.transformer_config import TransformerConfig
 
@@ -39,22 +34,14 @@ class Lora:
     targets: Annotated[list[str], Field(min_length=1)] = field(default_factory=ATTENTION_MAPS.copy)
     """Parts whose linear layers get an adapter, as in `parameter_patterns.names_part`."""
     start: Annotated[
-        Text | dict[Literal["high_noise", "low_noise"], Text] | None,
-        write('a file, or {"high_noise": FILE, "low_noise": FILE}'),
+        Text | dict | list[Text | dict] | None, write('a file, or {"high_noise": FILE, "low_noise": FILE}')
     ] = None
-    """LoRA files or full models, as others made them, with which the adapters begin."""
+    """LoRA files, as others made them, with which the adapters begin, as in `wan.added_lora.read_added`."""
 
     def rank_of(self, layer: str) -> int:
         return next(
             (r for part, r in reversed((self.ranks or {}).items()) if names_part(part, layer)), self.rank
         )
-
-    @property
-    def starts(self) -> list[tuple[Path, Expert | None]]:
-        """The LoRA files and full models that adapters begin with, and the experts that they are said for."""
-        given = self.start if isinstance(self.start, dict) else {"": self.start} if self.start else {}
-        said = [(Path(place), Expert.of_key(key)) for key, place in given.items()]
-        return [(file, expert) for place, expert in said for file in files_of(place, expert)]
 
 
 def lora_value_problems(given: dict[str, Any] | None) -> list[str]:
@@ -63,7 +50,7 @@ def lora_value_problems(given: dict[str, Any] | None) -> list[str]:
 
 
 def lora_problems(lora: Lora, frozen: list[str] | None, config: TransformerConfig) -> list[str]:
-    """List what does not fit the run in `lora`; weights of files that it names are not read."""
+    """List what does not fit the run in `lora`; `start_places` checks its files."""
     problems = [] if find_spec("peft") else ["recipe: `lora` needs peft. Run: pip install peft"]
     if frozen:
         remedy = "With `lora` all but the adapters is frozen; remove it."
@@ -71,36 +58,22 @@ def lora_problems(lora: Lora, frozen: list[str] | None, config: TransformerConfi
     layers = linear_layers(transformer.meta_transformer(config))
     problems += unknown_parts("recipe", "lora.targets", lora.targets, layers)
     targets = [layer for layer in layers if any_names(lora.targets, layer)]
-    problems += unknown_parts("recipe", "lora.ranks", lora.ranks or (), targets or layers)
+    problems += unknown_parts("recipe", "lora.ranks", lora.ranks or (), layers)
+    for part in lora.ranks or ():
+        named = {layer for layer in layers if names_part(part, layer)}
+        if named and not named & {*targets}:
+            remedy = "It has no adapter here. Add it to `lora.targets`, or leave it out."
+            problems.append(problem("recipe", "lora.ranks", part, remedy))
     named = {layer.rpartition(".")[2] for layer in targets} & {*IMAGE_MAPS}
     if named and len(named) < len(IMAGE_MAPS):
         remedy = f"diffusers reads files with adapters of both {' and '.join(IMAGE_MAPS)}, or of neither."
         problems.append(problem("recipe", "lora.targets", lora.targets, remedy))
-    return problems + _start_problems(lora, config, targets)
-
-
-def _start_problems(lora: Lora, config: TransformerConfig, targets: list[str]) -> list[str]:
-    """List the problems of the LoRA files that adapters begin with; `full_start` has those of full models."""
-    problems = []
-    for file in dict.fromkeys(place for place, _ in lora.starts):
-        if is_full_model(file):
-            continue
-        try:
-            read = read_lora(file, weights=False)
-        except ConfigError as error:
-            problems += error.problems
-            continue
-        named = f"recipe: `lora.start` is {file}, "
-        layers = read.layers
-        if other := read.other_layer(transformer.shapes(config)):
-            text = f"which changes `{other}`, and this teacher has no such layer of that shape"
-            problems.append(f"{named}{text}. Give a LoRA that was made for it.")
-        elif without := sorted({layer.split(".", 2)[-1] for layer in layers if layer not in targets}):
-            text = "which changes layers that have no adapter here. Add to `lora.targets`"
-            problems.append(f"{named}{text}: {', '.join(without)}.")
-        elif higher := [one.rank for layer, one in layers.items() if one.rank > lora.rank_of(layer)]:
-            problems.append(f"{named}whose rank is {max(higher)}. Write that as `lora.rank`, or more.")
     return problems
+
+
+def target_layers(lora: Lora, config: TransformerConfig) -> list[str]:
+    """List the linear layers of a network that get an adapter."""
+    return [n for n in linear_layers(transformer.meta_transformer(config)) if any_names(lora.targets, n)]
 
 
 def linear_layers(model: nn.Module) -> list[str]:
@@ -124,21 +97,12 @@ def add_lora(model: nn.Module, lora: Lora, seed: int) -> None:
 
 
 @torch.no_grad()
-def begin_with(model: nn.Module, file: Path) -> None:
-    """Let the adapters of `model` begin as a LoRA file; what they have beyond its rank is as new."""
-    read = read_lora(file)
-    if left := read.left_out:
-        collectives.log0("warning   %s: %s", file, left_out_words(left))
-    for layer, change in read.layers.items():
-        set_change(model, layer, *change)
-
-
-@torch.no_grad()
-def set_change(model: nn.Module, layer: str, a: Tensor, b: Tensor) -> None:
-    """Let the adapter of a layer be b a, a [rank, in] and b [out, rank]; what it has beyond is left alone."""
-    module, rank = model.get_submodule(layer), len(a)
-    module.lora_A["default"].weight[:rank] = a
-    module.lora_B["default"].weight[:, :rank] = b / module.scaling["default"]
+def begin_with(model: nn.Module, changes: dict[str, LowRank]) -> None:
+    """Let the adapters of layers begin as changes B A; what they have beyond the rank of these is as new."""
+    for layer, (a, b) in changes.items():
+        module = model.get_submodule(layer)
+        module.lora_A["default"].weight[: len(a)] = a
+        module.lora_B["default"].weight[:, : len(a)] = b / module.scaling["default"]
 
 
 @torch.no_grad()

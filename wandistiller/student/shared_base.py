@@ -1,8 +1,6 @@
 """A network whose frozen weights are another's: in a run of adapters the teacher's, for every role."""
 
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -25,7 +23,7 @@ def teacher_bases(job: Any) -> dict[Expert, Expert]:
 
     Empty if they are networks of their own.
     """
-    student, config, folder, start = job.student, job.student_transformer, job.folder, job.start
+    config, folder, start = job.student_transformer, job.folder, job.start
     if job.run.lora is None or config.raw != folder.config.raw:
         return {}
     if start:
@@ -34,7 +32,14 @@ def teacher_bases(job: Any) -> dict[Expert, Expert]:
         if not same_kind or start.teacher != folder.identity:
             return {}
         return dict(zip(job.student_experts, map(Expert, facts.bases), strict=True))
-    if student.init != "teacher" or student.keep_layers == IMPORTANCE:
+    return copied_experts(job)
+
+
+def copied_experts(job: Any) -> dict[Expert, Expert]:
+    """Return the teacher's network that each of a new student's is a whole copy of; empty if they are not."""
+    student, config, folder = job.student, job.student_transformer, job.folder
+    is_other = student.init != "teacher" or config.raw != folder.config.raw
+    if job.start or is_other or student.keep_layers == IMPORTANCE:
         return {}
     sources = {e: source_experts(student, folder, e) for e in job.student_experts}
     copies_all = kept_layers(student, config, folder) == list(range(config.num_layers))
@@ -88,6 +93,16 @@ def obstacle(job: Any) -> str:
     return ""
 
 
+def begins_as_teacher(job: Any) -> bool:
+    """Return whether a `config.job.Job`'s student computes before training what its teacher computes."""
+    if (job.run.lora or {}).get("start") or copied_experts(job) != {e: e for e in job.folder.configs}:
+        return False
+    engine, teacher = job.student_engine, job.teacher
+    if teacher.weights and not job.shares_base or engine.autocast or teacher.engine.autocast:
+        return False
+    return engine.dtype == teacher.engine.dtype
+
+
 class TrainedParts(nn.Module):
     """The trained parts of a network, under the names that they have there: all that an engine is to know.
 
@@ -126,19 +141,6 @@ def hollow_model(config: TransformerConfig) -> nn.Module:
     for name, p in list(model.named_parameters()):
         set_parameter(model, name, torch.zeros(()).expand(p.shape))
     return model
-
-
-@contextmanager
-def without_adapters(networks: Iterable[nn.Module]) -> Iterator[None]:
-    """Let networks be their bases within."""
-    networks = [*networks]
-    for network in networks:
-        network.disable_adapters()
-    try:
-        yield
-    finally:
-        for network in networks:
-            network.enable_adapters()
 
 
 def on_base(model: nn.Module, base: nn.Module) -> TrainedParts:

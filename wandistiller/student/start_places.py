@@ -1,55 +1,76 @@
-"""The LoRA file or full model that the adapters of each of a student's networks begin with."""
+"""The LoRA files that the adapters of a student's networks begin with, of a `config.job.Job`."""
 
-from pathlib import Path
+import json
 from typing import Any
 
 from wandistiller.experts import Expert
-from wandistiller.student.lora import Lora
+from wandistiller.student.lora import Lora, target_layers
 from wandistiller.utils.errors import ConfigError
-from wandistiller.wan.lora_experts import expert_of, require_one_side, unclear_problems
+from wandistiller.wan.added_lora import (
+    AddedLora,
+    added_changes,
+    added_lines,
+    added_problems,
+    read_added,
+    with_experts,
+)
+from wandistiller.wan.lora_experts import require_no_full_model
+from wandistiller.wan.lora_files import LowRank
 
-OF_AN_EXPERT = '{{"{expert}": "{file}"}}'
+WHERE = "recipe: `lora.start`"
 
 
-def start_places(job: Any) -> dict[Expert, Path]:
-    """Return the place for each network of a `config.job.Job` whose adapters `lora.start` begins.
+def start_bases(job: Any) -> dict[Expert, Expert]:
+    """Return the teacher's network that each of the student's is made of."""
+    return job.bases or {expert: expert for expert in job.student_experts}
 
-    A file of an expert is for the network that is made of that one of the teacher's.
+
+def start_files(job: Any) -> list[AddedLora]:
+    """Return the files of `lora.start`; of two experts those alone that a network is made of, if any is.
 
     Raises:
-        ConfigError: a file is for an expert that no network is made of, or is for one and would begin both.
+        ConfigError: one is no LoRA file, or nothing says for which expert it is.
     """
-    starts = Lora(**job.run.lora or {}).starts
-    bases = job.bases or {expert: expert for expert in job.student_experts}
-    if others := [one for one in starts if one[1] and one[1] not in bases.values()]:
-        raise ConfigError(*(_of_none(place, said, [*bases.values()]) for place, said in others))
-    if len(job.folder.configs if job.bases else bases) == 1:
-        require_one_side("recipe: `lora.start`", [place for place, said in starts if not said])
-        return {network: place for place, _ in starts for network in bases}
-    experts = [(place, said or expert_of(place)) for place, said in starts]
-    unclear = [place for place, expert in experts if not expert and place.is_file()]
-    if problems := unclear_problems("recipe: `lora.start`", unclear, OF_AN_EXPERT):
-        raise ConfigError(*problems)
-    found = {network: place for network, base in bases.items() for place, of in experts if of in (None, base)}
-    if lacking := [base for network, base in bases.items() if network not in found]:
-        for place, of in [one for one, (_, said) in zip(experts, starts, strict=True) if not said]:
-            raise ConfigError(_of_one(place, of, lacking, alone=len(bases) == 1))
-    return found
+    lora, bases = Lora(**job.run.lora or {}), start_bases(job).values()
+    if lora.start is None:
+        return []
+    given = read_added("recipe", "lora.start", lora.start)
+    ranks = [lora.rank_of(layer) for layer in target_layers(lora, job.student_transformer)]
+    for one in given:
+        more = ["--targets", *lora.targets, "--rank", min(ranks, default=lora.rank)]
+        require_no_full_model(one.file, job.run.teacher_path, more)
+    files = with_experts(WHERE, given, job.folder.configs if job.bases else bases)
+    return [one for one in files if any(map(one.is_for, bases))] or files
 
 
-def _of_none(place: Path, said: Expert, bases: list[Expert]) -> str:
-    key, own = said.key, " and ".join(f'"{base.key}"' for base in bases)
-    return (
-        f"recipe: `lora.start.{key}` is {place}, and no network of the student is made of the "
-        f"{said.in_words}. Leave it out, or write {own} in place of it."
-    )
+def start_changes(job: Any, network: Expert, *, weights: bool = True) -> dict[str, LowRank]:
+    """Return what the adapters of a network begin as, by layer; without `weights` on the meta device."""
+    base = start_bases(job)[network]
+    return added_changes(start_files(job), job.student_transformer, base, weights=weights)
 
 
-def _of_one(place: Path, of: Expert, lacking: list[Expert], *, alone: bool) -> str:
-    """Say that a file for one expert would begin the adapters of another too, or of another alone."""
-    others = " and ".join(f"the {base.in_words}" for base in lacking)
-    whole = f"the student is made of {others} alone" if alone else f"the student has {others} too"
-    key = (lacking[0] if alone else of).key
-    remedy = f'Write {{"{key}": "{place}"}}' + (", if it is meant for that" if alone else "")
-    more = "" if alone else f', with "{lacking[0].key}" beside it where that has a file'
-    return f"recipe: `lora.start` is {place}, which is for the {of.in_words}, and {whole}. {remedy}{more}."
+def start_problems(job: Any) -> list[str]:
+    """List the problems of `lora.start`; the files are read."""
+    lora, config = Lora(**job.run.lora or {}), job.student_transformer
+    try:
+        problems = added_problems(WHERE, start_files(job), dict.fromkeys(start_bases(job).values(), config))
+    except ConfigError as error:
+        return error.problems
+    targets = target_layers(lora, config)
+    for network in start_bases(job) if not problems else ():
+        changes = start_changes(job, network, weights=False)
+        ranks = {layer: one.rank for layer, one in changes.items() if one.rank > lora.rank_of(layer)}
+        higher = {layer.split(".", 2)[-1]: rank for layer, rank in ranks.items()}
+        if without := sorted({layer.split(".", 2)[-1] for layer in changes if layer not in targets}):
+            text = "changes layers that have no adapter here. Add to `lora.targets`"
+            problems.append(f"{WHERE}: {text}: {', '.join(without)}.")
+        if higher:
+            text = f"its rank is {max(higher.values())}. Write that as `lora.rank`, or as `lora.ranks`"
+            problems.append(f"{WHERE}: {text} {json.dumps(higher)}.")
+    return problems
+
+
+def start_lines(job: Any) -> list[str]:
+    """Say which file begins the adapters of which network, and which of its keys do not."""
+    files = [] if job.start or job.resume_from else start_files(job)
+    return added_lines(files, dict.fromkeys(start_bases(job).values(), job.student_transformer), "start")

@@ -11,15 +11,24 @@ from torch import nn
 
 from wandistiller.batch import STUDENT, Batch
 from wandistiller.checkpoint import checkpointer, loading
-from wandistiller.config.identity import start_identity, write_resolved
+from wandistiller.config.identity import write_resolved
 from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.measured import Measured, batches_digest
 from wandistiller.distributed import collectives
+from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.engine.monitors import name_run
 from wandistiller.experts import Expert
-from wandistiller.student.calibration import VelocityError, calibration_batches, measure, start_error
+from wandistiller.flow import band_name
+from wandistiller.student.calibration import (
+    BANDS,
+    MOST,
+    VelocityError,
+    calibration_batches,
+    measure,
+    velocity_error,
+)
 from wandistiller.student.config import (
     IMPORTANCE,
     StudentConfig,
@@ -32,7 +41,7 @@ from wandistiller.student.layer_importance import importance, write_importance
 from wandistiller.student.learner import Learner
 from wandistiller.student.lora import is_adapter
 from wandistiller.student.projections_and_heads import add_heads
-from wandistiller.student.shared_base import whole_network
+from wandistiller.student.shared_base import begins_as_teacher, whole_network
 from wandistiller.student.slicing import WidthSlicer
 from wandistiller.student.trainable import set_trainable
 from wandistiller.teacher.base import Teacher, local_modules, owner_rank, without_guidance
@@ -44,6 +53,12 @@ from wandistiller.wan import transformer
 from wandistiller.wan.context_parallel import whole_sequences
 from wandistiller.wan.transformer import count_parameters
 from wandistiller.wan.transformer_config import TransformerConfig
+
+SHARE_AT_START, FEWEST_AT_START = 0.01, 4
+"""Share of a run's samples on which the error before training is measured, and the fewest that are.
+
+Each is one call of the student and one of the teacher, as in a step at least.
+"""
 
 
 def initial_learners(
@@ -212,27 +227,38 @@ def write_lineage(job: Job, cuts: dict[Expert, WidthSlicer]) -> None:
 def measure_start(job: Job, data: CachedData, teacher: Teacher | None, student: Learner) -> None:
     """Write OUTPUT/student_start.json: parameters, error to a teacher without guidance. Collective."""
     set_activity("measuring the student before training")
-    config = job.student_transformer
     numbers: dict[str, Any] = {
         "parameters": {
             "teacher": sum(count_parameters(c) for c in job.folder.configs.values()),
-            "student": count_parameters(config) * len(job.student_experts),
+            "student": count_parameters(job.student_transformer) * len(job.student_experts),
         },
     }
     if teacher:
-        teacher, batches = without_guidance(teacher), calibration_of(job, data)
-        error = start_error(batches, teacher.velocity, student.velocity, data.measured, start_identity(job))
-        inputs = (t for b in batches for t in b.tensors())
-        if all(t.isfinite().all() for t in inputs):  # else the step that uses the sample names it
-            require_finite_start(job, error)
-        numbers["relative_velocity_error"] = error.relative()
-        numbers["relative_velocity_error_by_sigma"] = error.by_sigma()
-        text = (
-            "start     relative velocity error before training %.4f (0 is the teacher, 1 an output of zeros)"
+        whole, by_sigma = _start_error(job, data, without_guidance(teacher), student)
+        numbers |= {"relative_velocity_error": whole, "relative_velocity_error_by_sigma": by_sigma}
+        collectives.log0(
+            "start     relative velocity error before training %.4f (0: its teacher, 1: zeros)", whole
         )
-        collectives.log0(text, error.relative())
     if collectives.rank() == 0:
         write_json(job.output / "student_start.json", numbers)
+
+
+def _start_error(
+    job: Job, data: CachedData, teacher: Teacher, student: Learner
+) -> tuple[float, dict[str, float]]:
+    """Return the student's error before training, and by band of sigma: known, or measured. Collective."""
+    if begins_as_teacher(job):
+        return 0.0, {band_name(*band): 0.0 for band in BANDS}
+    samples = job.run.max_steps * job.batch.total
+    batches = calibration_of(job, data, most=max(FEWEST_AT_START, int(SHARE_AT_START * samples)))
+    progress = Progress("velocity error at the start", 2 * len(batches), "call")
+    targets = map(progress.counting(teacher.velocity), batches)
+    error = velocity_error(batches, targets, progress.counting(student.velocity))
+    error = collectives.broadcast_object(error)
+    inputs = (t for b in batches for t in b.tensors())
+    if all(t.isfinite().all() for t in inputs):  # else the step that uses the sample names it
+        require_finite_start(job, error)
+    return error.relative(), error.by_sigma()
 
 
 def require_finite_start(job: Job, error: VelocityError) -> None:
@@ -245,6 +271,11 @@ def require_finite_start(job: Job, error: VelocityError) -> None:
         )
 
 
-def calibration_of(job: Job, data: CachedData) -> list[Batch]:
+def calibration_of(job: Job, data: CachedData, most: int = MOST) -> list[Batch]:
+    """Make the batches on which a run's networks are measured, of `most` samples at most.
+
+    What a student is made by has them all, so that it does not depend on the length of its run.
+    """
     tokens = job.folder.tokens(job.run.height, job.run.width, job.run.num_frames)
-    return calibration_batches(data, job.schedule, tokens=tokens, batch_size=job.run.prepare_batch)
+    how = {"tokens": tokens, "batch_size": job.run.prepare_batch, "most": most}
+    return calibration_batches(data, job.schedule, **how)

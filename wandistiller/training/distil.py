@@ -21,17 +21,19 @@ from wandistiller.export.formats.diffusers import DiffusersFormat
 from wandistiller.export.formats.lora import LoraFormat, loading_lines
 from wandistiller.export.output import per_expert, replaced
 from wandistiller.export.source import read_source
+from wandistiller.flow import RENOISE
 from wandistiller.monitoring import environment, memory_usage
 from wandistiller.monitoring.memory_usage import within
 from wandistiller.teacher.base import local_modules, without_guidance
 from wandistiller.training.build_student import initial_learners
 from wandistiller.training.prepare import guided_teacher, prepare, ranks_of
-from wandistiller.training.quantized_base import log_base_errors
 from wandistiller.training.trainer import Trainer
 from wandistiller.utils.files import link_or_copy, write_json
 from wandistiller.utils.logging import set_activity
-from wandistiller.wan.lora_experts import FACTS
 from wandistiller.wan.pipeline import TINY
+
+LORA = "lora.safetensors"
+"""File of a finished run's adapters, for ComfyUI and diffusers; one for each of two experts."""
 
 
 def run(stages: list[Job], begin: Callable[[Job], None]) -> None:
@@ -82,7 +84,7 @@ def _take_over(stages: list[Job], output: Path) -> None:
             link_or_copy(last.output / "student", folder)
         collectives.log0("%-9s %s", "student", output / "student")
     if last.bases:
-        _write_adapters(last, output)
+        LoraFormat(format="original").write(read_source(last.output), output / LORA)
     made = output if last.is_teachers_lora else output / "student"
     write_json(output / DONE, {"stages": [job.stage for job in stages], "student": str(made)})
 
@@ -92,12 +94,13 @@ def _log_next(job: Job, output: Path) -> None:
     data = f"{job.run.data_path}:held_out" if job.run.data_path in TINY else job.run.data_path
     student = output if job.is_teachers_lora else output / "student"
     words = ["wandistiller", "evaluate", "--student_path", str(student), "--prompts", data]
-    if few := job.schedule.few:
+    if (few := job.schedule.few) and few.sampler == RENOISE:  # else it is trained for one number
         words += ["--steps", *map(str, sorted({1, 2, len(few.sigmas)}))]
     collectives.log0("%-9s %s", "next", shlex.join(words))
     if job.is_teachers_lora:
         merge = ["wandistiller", "export", "--checkpoint", str(job.output), "--output", "students/mine"]
-        collectives.log0("%-9s %s: a pipeline of the teacher with them", "or", shlex.join(merge))
+        collectives.log0("%-9s a pipeline of the teacher with them:", "or")
+        collectives.log0("%-9s %s", "", shlex.join(merge))
 
 
 def _run_stage(job: Job) -> None:
@@ -124,7 +127,7 @@ def _export(job: Job) -> None:
     student = job.output if job.is_teachers_lora else job.output / "student"
     with within("export"):
         if job.bases:
-            _write_adapters(job, job.output)
+            LoraFormat(format="original").write(read_source(job.output), job.output / LORA)
         if not job.is_teachers_lora:
             DiffusersFormat().write(read_source(job.output), student)
     memory_usage.add(job.output, "export")
@@ -135,24 +138,16 @@ def _export(job: Job) -> None:
     write_json(job.output / DONE, {"steps": job.run.max_steps, "student": str(student)})
 
 
-def _write_adapters(job: Job, output: Path) -> None:
-    """Write the adapters of a finished run for ComfyUI and diffusers, a file for each expert, and a card."""
-    merged = output / "student"
-    if job.is_teachers_lora and (merged / FACTS).is_file():  # of an earlier version, and of fewer steps
-        shutil.rmtree(merged)
-    LoraFormat(format="original").write(read_source(job.output), output / "lora.safetensors")
-
-
 def _log_adapters(job: Job, output: Path) -> None:
     """Log how the adapters of a finished run, in a folder, are loaded."""
     experts = [expert.value for expert in job.student_experts]
-    files = [per_expert(output / "lora.safetensors", experts, expert.value) for expert in job.bases]
+    files = [per_expert(output / LORA, experts, expert.value) for expert in job.bases]
     for file in files:
         collectives.log0("%-9s %s", "adapters", file)
     for line in loading_lines([f'"{file}"' for file in files], [*job.bases.values()]):
         collectives.log0("%-9s %s", "", line)
     card = output / "lora.card" / "README.md"
-    collectives.log0("%-9s %s: how to sample in diffusers, and ComfyUI's nodes", "card", card)
+    collectives.log0("%-9s %s (how to sample in diffusers, and ComfyUI's nodes)", "card", card)
 
 
 @within("load")
@@ -172,8 +167,6 @@ def _distil(job: Job) -> None:
         release_module_references(local_modules(without_guidance(teacher)).values())
         teacher = None
     Trainer(job, data, conditions, teacher, learners).train()
-    if job.shares_base and job.teacher.weights:
-        log_base_errors(job, conditions, data.sample_items, learners[STUDENT])
     learners[STUDENT].monitors.close()
     for learner in learners.values():
         destroy_engines(learner.engines.values())

@@ -8,13 +8,12 @@ from wandistiller.distributed import collectives
 from wandistiller.experts import Expert
 from wandistiller.export.source import Source, read_source
 from wandistiller.student.config import StudentConfig
-from wandistiller.student.full_start import FullStart, full_starts
 from wandistiller.student.initialize import blank_model, start_model
 from wandistiller.student.lora import begin_with, set_no_change
 from wandistiller.student.projections_and_heads import add_heads
 from wandistiller.student.shared_base import hollow_model, on_base
 from wandistiller.student.slicing import WidthSlicer
-from wandistiller.student.start_places import start_places
+from wandistiller.student.start_places import start_changes
 from wandistiller.student.trainable import set_trainable
 from wandistiller.teacher.base import Teacher, local_modules, without_guidance
 
@@ -70,16 +69,12 @@ class NetworkBuilder:
         return on_base(model, self._shared[job.bases[expert]]) if job.shares_base else model
 
     def _begin(self, expert: Expert, model: nn.Module) -> None:
-        """Let adapters begin as another run left them, or as a file or a full model has them. Collective."""
+        """Let adapters begin as another run left them, or as a file has them. Collective."""
         job = self.job
         if job.bases and job.start:
             _start(job).fill_adapters(expert.value, model)
-        elif place := full_starts(job).get(expert):
-            start = FullStart(job, expert, place)
-            start.fill()
-            start.begin(model)
-        elif file := start_places(job).get(expert):
-            begin_with(model, file)
+        elif job.run.lora:
+            begin_with(model, start_changes(job, expert))
 
 
 def _start(job: Job) -> Source:

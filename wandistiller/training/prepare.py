@@ -24,7 +24,6 @@ from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.evaluation.quantization_error import SAMPLES, in_words, quantization_error
 from wandistiller.monitoring.memory_usage import within
-from wandistiller.student.full_start import prepare_full_starts
 from wandistiller.teacher.base import Guidance, Teacher, local_modules, without_guidance
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.teacher_json import quantized_facts
@@ -88,7 +87,6 @@ def prepare(job: Job, ranks: Ranks = ALONE) -> tuple[CachedData, Conditions, Tea
     conditions.text.fill([item.prompt for item in items] + [job.run.negative_prompt])
     with_latents = _with_latents(job, selection, samples)
     made = {latents.key(s): s for n, s in samples.items() if n in with_latents and not s.item.media}
-    prepare_full_starts(job)
     teacher = None
     if latents.lacks_rollouts(made):
         teacher = guided_teacher(job, conditions, sample_items, ranks)
@@ -241,25 +239,36 @@ def guided_teacher(
     how = {"merges_padding": job.run.merge_text_padding, "ranks": ranks}
     teacher = build_teacher(job.teachers_folder, job.teacher, guidance, **how)
     if weights := job.teacher.weights:
-        given = conditioning_of_shortest(job, conditions, sample_items)
-        with whole_sequences(local_modules(without_guidance(teacher)).values()):  # on single frames
-            x0_BCFHW = shortest_samples(job, teacher.velocity, given)
-            what = job.teachers_folder, job.teacher, teacher, guidance, x0_BCFHW, given, job.run.seed
-            errors = quantization_error(*what, merges_padding=job.run.merge_text_padding)
+        errors = _quantization_errors(job, conditions, sample_items[:SAMPLES], teacher, guidance)
         collectives.log0("teacher   %s: relative velocity error %s", weights, in_words(errors))
     return teacher
 
 
-def conditioning_of_shortest(
-    job: Job, conditions: Conditions, sample_items: list[PromptItem]
-) -> Conditioning:
-    """Return the conditioning of the samples on which errors are measured, on this rank's device."""
-    drawn = [Sample(item, job.size) for item in sample_items[:SAMPLES]]
-    given = conditions.of(drawn) if drawn else conditions.text.of([job.run.negative_prompt])
-    return given.shortened(job.folder.shortest_latent).to(collectives.device())
+def _quantization_errors(
+    job: Job, conditions: Conditions, items: list[PromptItem], teacher: Teacher, guidance: Guidance
+) -> dict[str, float]:
+    """Return the errors of quantised weights by band, as an earlier start found them, or new. Collective."""
+    r, folder = job.run, job.teachers_folder
+    measured = Measured(job.cache / "measured" / _teacher_fingerprint(job, conditions.text.fingerprint))
+    settings = r.seed, r.height, r.width, r.shift, [e.value for e in folder.configs]
+    name = digest("quantised", *settings, *(item.key for item in items))
+    if known := collectives.broadcast_object(measured.read(name) if collectives.rank() == 0 else None):
+        return {band: error.item() for band, error in known.items()}
+    drawn = [Sample(item, job.size) for item in items]
+    given = conditions.of(drawn) if drawn else conditions.text.of([r.negative_prompt])
+    given = given.shortened(folder.shortest_latent).to(collectives.device())
+    with whole_sequences(local_modules(without_guidance(teacher)).values()):  # on single frames
+        x0_BCFHW = _shortest_samples(job, teacher.velocity, given)
+        what = folder, job.teacher, teacher, guidance, x0_BCFHW, given, r.seed
+        errors = quantization_error(*what, merges_padding=r.merge_text_padding)
+    if collectives.rank() == 0:
+        measured.write(
+            name, {band: torch.tensor(error, dtype=torch.float64) for band, error in errors.items()}
+        )
+    return errors
 
 
-def shortest_samples(job: Job, velocity: Callable[[State], Tensor], conditioning: Conditioning) -> Tensor:
+def _shortest_samples(job: Job, velocity: Callable[[State], Tensor], conditioning: Conditioning) -> Tensor:
     """Return x0_BCFHW of samples that a network draws, on which errors are measured. Collective."""
     folder, r = job.teachers_folder, job.run
     shape = folder.latent_shape(r.height, r.width, folder.shortest)

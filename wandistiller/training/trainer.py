@@ -10,7 +10,7 @@ from wandistiller.batch import STUDENT, State
 from wandistiller.checkpoint.checkpointer import Checkpointer
 from wandistiller.checkpoint.loading import load, read_state
 from wandistiller.checkpoint.manifest import steps
-from wandistiller.checkpoint.resume import changed_keys, set_newer_aside
+from wandistiller.checkpoint.resume import NOT_RECORDED, changed_keys, set_newer_aside
 from wandistiller.config.identity import recorded
 from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
@@ -24,14 +24,12 @@ from wandistiller.monitoring.memory_snapshot import MemoryProfile
 from wandistiller.monitoring.memory_usage import within
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher
-from wandistiller.training.ahead import ReadAhead
 from wandistiller.training.interval import DRAWING, SAVING, Interval
 from wandistiller.training.monitor import Monitor
 from wandistiller.training.nonfinite import NonFiniteHandler
 from wandistiller.training.pictures import PictureDrawer
-from wandistiller.training.roll_outs import RollOuts
 from wandistiller.training.step_result import Over, StepResult, mean_of, reduce_over_ranks
-from wandistiller.training.update import Update
+from wandistiller.training.update import ReadAhead, RollOuts, Update
 from wandistiller.utils.logging import begin_step, set_activity
 
 GC_EVERY = 50
@@ -230,6 +228,8 @@ class Trainer:
         )
         state = read_state(folder)
         self.nonfinite.skipped, self._warmed_up = state.get("skipped_steps", 0), state.get("head_start", 0)
+        if "inputs" not in state:
+            collectives.log0(NOT_RECORDED, folder)
         collectives.log0("resumed   %s: %d of %d steps are done", folder, start, self.job.run.max_steps)
         if collectives.rank() == 0:
             set_newer_aside(self.job.output, folder)

@@ -27,8 +27,14 @@ CRF = "18"
 """Quality of H.264, of which people see no loss; less is better."""
 BT709 = 1
 """Of ITU-T H.273."""
-MARGIN, GAP = 90, 6
-"""Pixels for the labels of a grid, and between its tiles."""
+GAP = 6
+"""Pixels between the tiles of a grid."""
+COLUMNS = 4
+"""Tiles of a grid beside each other."""
+LABELLED = 33
+"""40ths of a grid's width for its tiles; the other 7 are for the labels of its rows."""
+PAPER, INK = "#121212", "#e6e6e6"
+"""Dark, as around pictures everywhere, so that they do not glare on a dark page."""
 
 
 def to_bytes(pixels: Tensor) -> Tensor:
@@ -76,10 +82,16 @@ def tile_size(height: int, width: int, columns: int, widest: int | None = None) 
         widest: pixels of the whole grid, at most, for which tiles are smaller than their images.
     """
     factor = max(1, -(-SMALLEST_TILE // width))
-    most = max(16, (widest - MARGIN) // columns - GAP) if widest else width * factor
+    most = max(16, LABELLED * widest // 40 // columns - GAP) if widest else width * factor
     if factor * width <= most:
         return height * factor, width * factor
     return max(1, round(height * most / width)), most
+
+
+def _labels(tile_w: int, columns: int) -> tuple[int, int]:
+    """Return the size of letters, a 40th of a grid's width, and the width of the labels before its rows."""
+    size = max(13, min(columns, COLUMNS) * (tile_w + GAP) // LABELLED)
+    return size, 7 * size
 
 
 def evenly(number: int, most: int) -> list[int]:
@@ -95,31 +107,42 @@ def drawn(output: Path) -> list[Path]:
     return sorted(Path(chosen or output / "samples").glob("step_*.png"))
 
 
-def grid(rows: dict[str, list[Tensor]], captions: list[str], widest: int | None = None) -> Image.Image:
-    """Draw a labelled row per entry of `rows`, a captioned column per image_CHW in [0, 1] or of 8 bits."""
+def grid(
+    rows: dict[str, list[Tensor]], captions: list[str], widest: int | None = None, columns: int = COLUMNS
+) -> Image.Image:
+    """Draw a labelled row per entry of `rows`, a captioned column per image_CHW in [0, 1] or of 8 bits.
+
+    After so many `columns` the others follow below, so that labels can be read where a screen is narrow.
+    """
     height, width = next(iter(rows.values()))[0].shape[-2:]
     tile_h, tile_w = tile_size(height, width, len(captions), widest)
-    font, across, down = ImageFont.load_default(13), tile_w + GAP, tile_h + GAP
-    lines = [textwrap.wrap(c, max(10, tile_w // 7))[:4] for c in captions]
-    head = 12 + 16 * max(len(text) for text in lines)
-    picture = Image.new("RGB", (MARGIN + len(captions) * across, head + len(rows) * down), "white")
+    size, left = _labels(tile_w, len(captions))
+    font, across, down, line = ImageFont.load_default(size), tile_w + GAP, tile_h + GAP, size + 3
+    lines = [textwrap.wrap(c, max(10, round(1.8 * tile_w / size)))[:5] for c in captions]
+    head = 12 + line * max(len(text) for text in lines)
+    band, columns = head + len(rows) * down, min(columns, len(captions))
+    bands = -(-len(captions) // columns)
+    picture = Image.new("RGB", (left + columns * across, bands * band), PAPER)
     draw = ImageDraw.Draw(picture)
-    for column, text in enumerate(lines):
-        draw.multiline_text((MARGIN + column * across, 4), "\n".join(text), "black", font)
+    for i, text in enumerate(lines):
+        corner = left + i % columns * across, i // columns * band + 4
+        draw.multiline_text(corner, "\n".join(text), INK, font, spacing=3)
     method = Image.Resampling.NEAREST if tile_w >= width else Image.Resampling.BOX
     for r, (label, images) in enumerate(rows.items()):
-        top = head + r * down
-        words = [line for part in label.splitlines() for line in textwrap.wrap(part, 11)]
-        draw.multiline_text((6, top + tile_h // 2 - 8 * len(words)), "\n".join(words), "black", font)
-        for column, image_CHW in enumerate(images):
+        words = [word for part in label.splitlines() for word in textwrap.wrap(part, 11)]
+        for i, image_CHW in enumerate(images):
+            top = i // columns * band + head + r * down
+            if i % columns == 0:
+                middle = top + (tile_h - line * len(words)) // 2
+                draw.multiline_text((6, middle), "\n".join(words), INK, font, spacing=3)
             tile = to_pil(image_CHW).resize((tile_w, tile_h), method)
-            picture.paste(tile, (MARGIN + column * across, top))
+            picture.paste(tile, (left + i % columns * across, top))
     return picture
 
 
-def save_grid(file: Path, rows: dict[str, list[Tensor]], captions: list[str]) -> None:
+def save_grid(file: Path, rows: dict[str, list[Tensor]], captions: list[str], columns: int = COLUMNS) -> None:
     with atomic(file) as temporary:
-        grid(rows, captions).save(temporary, format="PNG")
+        grid(rows, captions, columns=columns).save(temporary, format="PNG")
 
 
 def save_frames(file: Path, rows: dict[str, list[Tensor]], captions: list[str]) -> None:
@@ -133,7 +156,7 @@ def save_frames(file: Path, rows: dict[str, list[Tensor]], captions: list[str]) 
         for column, caption in enumerate(captions)
         for label, clips in rows.items()
     }
-    save_grid(file, of_clips, [f"frame {k + 1}" for k in places])
+    save_grid(file, of_clips, [f"frame {k + 1}" for k in places], MOST_FRAMES)
 
 
 def save_clips(file: Path, rows: dict[str, list[Tensor]], captions: list[str], fps: int) -> None:

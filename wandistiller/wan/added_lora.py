@@ -13,9 +13,9 @@ from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import file_digest
 from wandistiller.utils.validation import Text, check, types_of
-from wandistiller.wan.lora_experts import expert_of, files_of, require_one_side, unclear_problems
-from wandistiller.wan.lora_files import LowRank, left_out_words, read_lora
-from wandistiller.wan.transformer import shapes
+from wandistiller.wan.lora_experts import BOTH, SIDES, files_of, sides_of, split_side
+from wandistiller.wan.lora_files import LowRank, read_lora, require_finite
+from wandistiller.wan.lora_keys import left_out_words
 from wandistiller.wan.transformer_config import TransformerConfig
 from wandistiller.wan.weight_reader import WeightReader
 
@@ -27,15 +27,15 @@ class AddedLora:
     """A LoRA file and how it is added."""
 
     file: Text
-    """Of diffusers, ComfyUI or kohya's trainers."""
+    """Of diffusers, ComfyUI or kohya's trainers; with `high_noise=` before it, the same as `expert`."""
     strength: Annotated[float, AllowInfNan(False)] = 1.0
-    expert: Literal["high_noise", "low_noise"] | None = None
-    """The network that it is added to; None: to each."""
+    expert: Literal["high_noise", "low_noise", "both"] | None = None
+    """The network that it is added to; None: by its name, or of one network to that."""
 
     @property
     def said(self) -> Expert | None:
-        """The expert that it is said to be for."""
-        return Expert.of_key(self.expert)
+        """The one expert that it is for; None: it is for each."""
+        return None if self.expert == BOTH else Expert.of_key(self.expert)
 
     def is_for(self, expert: Expert) -> bool:
         return self.said in (None, expert)
@@ -48,11 +48,14 @@ class AddedLora:
     @property
     def identity(self) -> list[Any]:
         """Equal for the same change, wherever the file lies."""
-        return [self.digest, self.strength, self.expert]
+        return [self.digest, self.strength, self.said and self.said.key]
 
 
 def read_added(where: str, key: str, given: Any) -> list[AddedLora]:
-    """Check a setting: a file, an object with the fields of `AddedLora`, or a list of such.
+    """Check a setting, which is one of these or a list of such.
+
+    A file, with `high_noise=`, `low_noise=` or `both=` before it where it is for an expert; an object of
+    these as keys; or an object with the fields of `AddedLora`.
 
     Raises:
         ConfigError: with every problem.
@@ -60,11 +63,18 @@ def read_added(where: str, key: str, given: Any) -> list[AddedLora]:
     problems, added = [], []
     for number, one in enumerate(given if isinstance(given, list) else [given]):
         name = f"{key}.{number}." if isinstance(given, list) else f"{key}."
-        found, good = check(where, {"file": one} if isinstance(one, str) else one, types_of(AddedLora), name)
-        if not found and "file" not in good:
-            found = [f"{where}: `{name}file` is missing. Write the name of a LoRA file."]
+        if isinstance(one, dict) and one.keys() & {*SIDES}:
+            found, good = check(where, one, dict.fromkeys(SIDES, Text), name)
+            several = [{"file": file, "expert": side} for side, file in good.items()]
+        else:
+            one = {"file": one} if isinstance(one, str) else one
+            found, good = check(where, one, types_of(AddedLora), name)
+            side, good["file"] = split_side(good.get("file", ""))
+            several = [good | ({"expert": side} if side else {})]
+            if not found and not good["file"]:
+                found = [f"{where}: `{name}file` is missing. Write the name of a LoRA file."]
         problems += found
-        added += [] if found else [AddedLora(**good)]
+        added += [] if found else [AddedLora(**one) for one in several]
     if problems:
         raise ConfigError(*problems)
     return added
@@ -84,73 +94,71 @@ def read_recorded(where: str, given: list[dict[str, Any]] | None) -> list[AddedL
     return added
 
 
-def with_experts(
-    where: str, added: Iterable[AddedLora], networks: Iterable[Expert], write: str
-) -> list[AddedLora]:
+def with_experts(where: str, added: Iterable[AddedLora], networks: Iterable[Expert]) -> list[AddedLora]:
     """Replace folders by the files in them, and name the expert that each file is for, of two.
 
     Args:
         networks: of the pipeline that they are added to.
-        write: what to write for the file of an expert, with {expert} and {file}.
 
     Raises:
-        ConfigError: files look like those of two experts, and nothing says which is whose.
+        ConfigError: nothing says for which of two experts a file is.
     """
-    files = [replace(one, file=str(file)) for one in added for file in files_of(Path(one.file), one.said)]
-    unsaid = [Path(one.file) for one in files if not one.said]
-    if len([*networks]) == 1:
-        require_one_side(where, unsaid)
-        return files
-    own = {file: expert_of(file) for file in unsaid}
-    if problems := unclear_problems(where, [file for file, expert in own.items() if not expert], write):
-        raise ConfigError(*problems)
-    experts = [one.said or own[Path(one.file)] for one in files]
-    return [replace(one, expert=expert and expert.key) for one, expert in zip(files, experts, strict=True)]
+    files = each_file(added)
+    sides = sides_of(where, [(Path(one.file), one.expert or "") for one in files], len([*networks]))
+    return [replace(one, expert=side or None) for one, side in zip(files, sides, strict=True)]
+
+
+def each_file(added: Iterable[AddedLora]) -> list[AddedLora]:
+    """Replace folders by the files in them."""
+    return [replace(one, file=str(f)) for one in added for f in files_of(one.file, one.expert or "")]
 
 
 def added_problems(
     where: str, added: Iterable[AddedLora], configs: dict[Expert, TransformerConfig]
 ) -> list[str]:
-    """List the problems of LoRA files that are to be added to these networks; weights are not read."""
+    """List the problems of LoRA files that are to be added to these networks; what they hold is read."""
     problems = []
     for one in added:
-        experts = [expert for expert in configs if one.is_for(expert)]
-        if not experts or one.expert and len(configs) == 1:
-            problems.append(f'{where}: `expert` is "{one.expert}", but it has one network. Leave it out.')
-            continue
+        if not (experts := [expert for expert in configs if one.is_for(expert)]):
+            text = f"{one.file} is for the {one.said.in_words}, which is not here"
+            problems.append(f"{where}: {text}. Leave it out, or write {BOTH}={one.file}.")
         try:
-            read = read_lora(Path(one.file), weights=False)
+            for expert in experts:
+                read_lora(Path(one.file), configs[expert], expert, weights=False)
+            require_finite(Path(one.file))
         except ConfigError as error:
             problems += error.problems
-            continue
-        if other := read.other_layer(shapes(configs[experts[0]])):
-            text = f"which changes `{other}`, and {where} has no such layer of that shape"
-            problems.append(f"{one.file}: is a LoRA {text}. Give one that was made for it.")
     return problems
 
 
-def added_lines(added: Iterable[AddedLora]) -> list[str]:
-    """Say which LoRA file is added to what, and which of its keys are not."""
+def added_lines(
+    added: Iterable[AddedLora], configs: dict[Expert, TransformerConfig], title: str = "lora"
+) -> list[str]:
+    """Say which LoRA file is added to which of these networks, and which of its keys are not."""
     where = {None: "each network"} | {expert: f"the {expert.in_words}" for expert in Expert}
     lines = []
     for one in added:
-        lines.append(f"lora      {one.file}, strength {one.strength:g}, on {where[one.said]}")
-        if left := read_lora(Path(one.file), weights=False).left_out:
+        lines.append(f"{title:<9} {one.file}, strength {one.strength:g}, on {where[one.said]}")
+        expert = next(expert for expert in configs if one.is_for(expert))
+        if left := read_lora(Path(one.file), configs[expert], expert, weights=False).left_out:
             lines.append(f"warning   {one.file}: {left_out_words(left)}")
     return lines
 
 
-def added_changes(added: Iterable[AddedLora], expert: Expert, *, weights: bool = True) -> dict[str, LowRank]:
+def added_changes(
+    added: Iterable[AddedLora], config: TransformerConfig, expert: Expert, *, weights: bool = True
+) -> dict[str, LowRank]:
     """Return what all files together change of each layer, by diffusers' names, strengths in it; float32.
 
     Args:
+        config: of the network, which is this expert.
         weights: read them; without, the changes are on the meta device.
     """
     changes: dict[str, LowRank] = {}
     for one in added:
         if not one.is_for(expert):
             continue
-        for layer, (a, b) in read_lora(Path(one.file), weights=weights).layers.items():
+        for layer, (a, b) in read_lora(Path(one.file), config, expert, weights=weights).layers.items():
             changes[layer] = sum_of(changes.get(layer), LowRank(a, b * one.strength))
     return changes
 

@@ -1,294 +1,197 @@
-"""Checks of the JSON files of a Wan pipeline, before anything is built from them."""
+"""Checks of a Wan pipeline's files, before a weight is read: each part is built and called without memory."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from pydantic import Field
 from torch import nn
-from transformers import UMT5Config
 
-from wandistiller.utils.errors import ConfigError, problem
+from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.memoize import once_for_each
-from wandistiller.utils.validation import Positive, Text, of_type, write
+from wandistiller.utils.validation import of_type, value_problems, write
 from wandistiller.wan.components import (
     TEXT_CLASSES,
     PartConfig,
     image_encoder_of,
     load_tokenizer,
     refused_keys,
+    states,
     text_config,
     text_encoder_of,
     tokenize,
+    umt5_config,
     vae_of,
 )
 from wandistiller.wan.damaged import cure, unfinished
-from wandistiller.wan.schedulers import flow_problem, scheduler_class
+from wandistiller.wan.schedulers import flow_problem, own_settings, scheduler_class
 from wandistiller.wan.transformer import meta_transformer
-from wandistiller.wan.transformer_config import TransformerConfig
+from wandistiller.wan.transformer_config import NEEDED, TransformerConfig
 from wandistiller.wan.weight_reader import DIFFUSERS_STEM, WeightReader
 
 TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "WanPipeline", "WanImageToVideoPipeline"
 """diffusers' classes of the pipelines that can be distilled."""
 UNSUPPORTED = "VACE, Animate and speech-to-video Wans are not supported."
-UpTo1024 = Annotated[int, Field(ge=1, le=1024)]
-EvenUpTo1024 = Annotated[int, Field(ge=2, le=1024, multiple_of=2)]
-UpToAMillion = Annotated[int, Field(ge=1, le=10**6)]
-ThreeCounts = Annotated[
-    list[Annotated[int, Field(gt=0)]], Field(min_length=3, max_length=3), write("three positive integers")
-]
-TRANSFORMER = of_type(
-    (UpTo1024, "num_layers num_attention_heads"),
-    (EvenUpTo1024, "attention_head_dim"),  # for rope
-    (UpToAMillion, "ffn_dim freq_dim text_dim in_channels out_channels rope_max_seq_len"),
-    (ThreeCounts, "patch_size"),
-    (bool, "cross_attn_norm"),
-    (Positive, "eps"),
-    (UpToAMillion | None, "image_dim added_kv_proj_dim pos_embed_seq_len"),
+Layers = Annotated[int, Field(ge=1, le=1024)]
+Size = Annotated[int, Field(ge=1, le=10**6)]
+Patch = Annotated[list[Size], Field(min_length=3, max_length=3), write("three positive integers")]
+NUMBERS = of_type(
+    (Layers, "num_layers num_res_blocks"),
+    (Annotated[int, Field(ge=2, le=1024, multiple_of=2)], "attention_head_dim"),  # for rope
+    (Size, "num_attention_heads ffn_dim text_dim in_channels out_channels"),
+    (Size, "rope_max_seq_len z_dim scale_factor_spatial scale_factor_temporal"),
 )
-NEEDED = (
-    "num_layers num_attention_heads attention_head_dim ffn_dim text_dim in_channels out_channels "
-    "rope_max_seq_len patch_size cross_attn_norm"
-).split()
-VAE = of_type(
-    (
-        UpTo1024,
-        "z_dim base_dim num_res_blocks in_channels out_channels scale_factor_spatial scale_factor_temporal",
-    ),
-    (Annotated[list[float], write("a list of numbers")], "latents_mean"),
-    (Annotated[list[Positive], write("a list of positive numbers")], "latents_std"),
-)
-SCHEDULER = of_type(
-    (Annotated[float, Field(gt=0, le=1000)] | None, "flow_shift shift"),
-    (UpTo1024, "solver_order"),
-    (Text, "_class_name"),
-)
-TEXT = of_type(
-    (UpTo1024, "num_layers num_decoder_layers num_heads"),
-    (UpToAMillion, "d_model d_kv d_ff relative_attention_num_buckets relative_attention_max_distance"),
-    (Annotated[int, Field(ge=1, le=10**7)], "vocab_size"),
-)
-UNFIT = (
-    StrictDataclassError,
-    *(ArithmeticError, AssertionError, AttributeError, ImportError),
-    *(LookupError, NameError, RuntimeError, TypeError, ValueError),
-)
-"""Exceptions of diffusers and transformers for settings that do not fit together."""
+"""Types of the numbers that are computed with here; the libraries check all others."""
 TIED = "encoder.embed_tokens.weight"
 """Another name of UMT5's `shared.weight`; a file has either or both."""
 
 
-def transformer_problems(config: PartConfig) -> list[str]:
-    """List the reasons why no WanTransformer3DModel can be made of `config`."""
-    problems = config.value_problems(TRANSFORMER, NEEDED)
-    if config.values.get("_class_name", "WanTransformer3DModel") != "WanTransformer3DModel":
-        remedy = f"Give a Wan whose class is WanTransformer3DModel. {UNSUPPORTED}"
-        problems.append(config.problem("_class_name", remedy))
-    problems = problems or _image_state_problems(config)
-    return problems or _building_problems("transformer", config.where, config.values | {"num_layers": 1})
-
-
-def _image_state_problems(config: PartConfig) -> list[str]:
-    """List the setting of given frames' states that does not fit the other; a Wan of text has neither."""
-    values = config.values
-    image, added = (values.get(key) for key in ("image_dim", "added_kv_proj_dim"))
-    width = values["num_attention_heads"] * values["attention_head_dim"]
-    if (image is None) == (added is None) and added in (None, width):
-        return []
-    remedy = f"`image_dim` is {image}. Write {width}, the network's width, or null for both: a Wan of text."
-    return [config.problem("added_kv_proj_dim", remedy)]
-
-
-PARTS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "transformer": lambda values: meta_transformer(TransformerConfig.of(values)),
-    "vae": vae_of,
-    "text_encoder": text_encoder_of,
+CLASSES = {
+    "transformer": ("_class_name", ["WanTransformer3DModel"]),
+    "vae": ("_class_name", ["AutoencoderKLWan"]),
+    "text_encoder": ("architectures", TEXT_CLASSES),
 }
+"""Part -> the key of its class in its config.json, and the classes that are loaded."""
 
 
-def _building_problems(part: str, where: str, values: dict[str, Any]) -> list[str]:
-    return [wrong] if (wrong := _building_problem(part, where, values)) else []
+def part_problems(part: str, config: PartConfig) -> list[str]:
+    """List the reasons why a transformer, VAE or text encoder of Wan cannot be made of `config`."""
+    numbers = NUMBERS | ({"patch_size": Patch} if part == "transformer" else {})
+    problems = value_problems(config.where, config.values, numbers) + refused_keys(
+        config.where, config.values
+    )
+    key, classes = CLASSES[part]
+    named = config.values.get(key) or classes[0]
+    if not all(name in classes for name in (named if isinstance(named, list) else [named])):
+        remedy = f"Give a Wan whose class is {classes[0]}; no other is loaded. {UNSUPPORTED}"
+        problems.append(config.problem(key, remedy))
+    return problems or _unfit(part, config.where, config.values)
+
+
+def _call_transformer(values: dict[str, Any]) -> None:
+    config = TransformerConfig.of(values | {"num_layers": 1})
+    rows = (2, config.pos_embed_seq_len // 2) if config.pos_embed_seq_len else (1, 1)
+    image_BLD = torch.zeros(*rows, config.image_dim) if config.image_dim else None
+    x_t_BCFHW = torch.zeros(1, config.in_channels, *config.patch_size)
+    meta_transformer(config)(x_t_BCFHW, torch.zeros(1), torch.zeros(1, 1, config.text_dim), image_BLD)
+
+
+def _make_vae(values: dict[str, Any]) -> None:
+    vae_of(values)
+    torch.tensor([values["latents_mean"], values["latents_std"]]).view(2, values["z_dim"]).float()
+
+
+def _call_text_encoder(values: dict[str, Any]) -> None:
+    states(text_encoder_of(values | {"num_layers": 1}), torch.zeros(1, 2, dtype=torch.long), None)
+
+
+def _call_scheduler(values: dict[str, Any]) -> None:
+    scheduler, nothing = scheduler_class(values["_class_name"]).from_config(values), torch.zeros([1] * 5)
+    scheduler.set_timesteps(3)
+    for t in scheduler.timesteps:  # some settings are used from the second step on
+        scheduler.step(nothing, t, nothing)
+
+
+PARTS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "transformer": _call_transformer,
+    "vae": _make_vae,
+    "text_encoder": _call_text_encoder,
+    "scheduler": _call_scheduler,
+}
+"""Part -> its construction and, where it is cheap, a call, both on the current default device."""
 
 
 @once_for_each
-def _building_problem(part: str, where: str, values: dict[str, Any]) -> str | None:
-    """Return the reason why a part cannot be built on the meta device."""
+def _unfit(part: str, where: str, values: dict[str, Any]) -> list[str]:
+    """List the library's reason why a part cannot be made of these settings; it takes no memory."""
     try:
-        with torch.device("meta"):
+        with torch.device("cpu" if part == "scheduler" else "meta"), torch.no_grad():
             PARTS[part](values)
-    except UNFIT as error:
-        return _unfit(where, error)
-    return None
+    except Exception as error:  # of the libraries any
+        why = str(error) or type(error).__name__
+        return [f"{where}: it cannot be built from this: {why}. Fix it, or fetch this file again."]
+    return []
 
 
-def _vae_problems(config: PartConfig) -> list[str]:
-    """List the reasons why no AutoencoderKLWan can be made of `config`."""
-    problems = config.value_problems(VAE, ["latents_mean", "latents_std", "z_dim"])
-    if config.values.get("_class_name", "AutoencoderKLWan") != "AutoencoderKLWan":
-        problems.append(config.problem("_class_name", "Give the VAE of Wan, AutoencoderKLWan."))
-    return problems or _building_problems("vae", config.where, config.values)
-
-
-def text_problems(config: PartConfig, text_dim: int) -> list[str]:
-    """List the reasons why `config` describes no text encoder for a transformer with text of this width."""
-    values, problems = config.values, config.value_problems(TEXT, ["d_model"])
-    named = values.get("architectures") or TEXT_CLASSES[:1]
-    if not (isinstance(named, list) and all(name in TEXT_CLASSES for name in named)):
-        remedy = f"Give the text encoder of Wan, {TEXT_CLASSES[0]}; no other class is loaded."
-        problems.append(config.problem("architectures", remedy))
-    if values.get("model_type", "umt5") != "umt5":
-        problems.append(config.problem("model_type", 'Give the text encoder of Wan, of type "umt5".'))
-    if not problems and values["d_model"] != text_dim:
-        remedy = f"The transformer takes text of width {text_dim}; give the text encoder that belongs to it."
-        problems.append(config.problem("d_model", remedy))
-    problems = problems or _distance_problems(config)
-    return problems or _building_problems("text_encoder", config.where, config.values | {"num_layers": 1})
-
-
-def _distance_problems(config: PartConfig) -> list[str]:
-    """List the problem of an encoder whose farthest distance has no bucket, which is an error in its use."""
-    key, left_out = "relative_attention_max_distance", UMT5Config()
-    exact = config.values.get("relative_attention_num_buckets", left_out.relative_attention_num_buckets) // 4
-    if config.values.get(key, left_out.relative_attention_max_distance) > exact:
-        return []
-    remedy = f"A quarter of the buckets, {exact}, are for single distances; write a larger number."
-    return [config.problem(key, remedy, left_out.relative_attention_max_distance)]
-
-
-def pipeline_problems(
-    index: PartConfig, experts: list[PartConfig], vae: PartConfig, scheduler: PartConfig
+def unequal_problems(
+    index: PartConfig, experts: list[PartConfig], vae: PartConfig, text: PartConfig | None
 ) -> list[str]:
-    """List the problems within the parts of a pipeline, and between them; its first expert has high noise."""
-    problems = [p for expert in experts for p in transformer_problems(expert)] + _vae_problems(vae)
-    problems += scheduler.value_problems(SCHEDULER, ["_class_name"])
-    return problems or _unequal(experts) + _channel_problems(index, experts[0], vae)
-
-
-def _unequal(experts: list[PartConfig]) -> list[str]:
-    """Keys in which the experts differ."""
-    first = experts[0].values
+    """List the sizes in which the parts of a pipeline do not fit together."""
+    kind, first = index.values["_class_name"], experts[0].values
+    channels, joined = first["out_channels"], 0
+    if kind == IMAGE_TO_VIDEO and not index.values.get("expand_timesteps"):  # a mask, and latents
+        joined = vae.values.get("scale_factor_temporal", 4) + channels
+    wanted = [(experts[0], "in_channels", channels + joined), (vae, "z_dim", channels)]
+    wanted += [(other, key, first[key]) for other in experts[1:] for key in NEEDED]
+    wanted += [(text, "d_model", first["text_dim"])] if text else []
     return [
-        expert.problem(key, f"The other expert has {first[key]}; give two of one shape.")
-        for expert in experts
-        for key in NEEDED
-        if expert.values[key] != first[key]
-    ]
-
-
-def _channel_problems(index: PartConfig, transformer: PartConfig, vae: PartConfig) -> list[str]:
-    """List channels that are not those of a text-to-video or an image-to-video Wan, or not the VAE's."""
-    given, channels, problems = transformer.values, transformer.values["out_channels"], []
-    mask = vae.values.get("scale_factor_temporal", 4)
-    joined = {
-        TEXT_TO_VIDEO: 0,
-        IMAGE_TO_VIDEO: 0 if index.values.get("expand_timesteps") else mask + channels,
-    }
-    kind = index.values["_class_name"]
-    if given["in_channels"] != (inputs := channels + joined[kind]):
-        remedy = (
-            f"{index.where} has the class {kind}, whose networks have {inputs} inputs and {channels} outputs."
+        part.problem(
+            key, f"The other parts of this {kind} are for {size}. Give the one that belongs to them."
         )
-        other = next((name for name, more in joined.items() if given["in_channels"] == channels + more), None)
-        remedy += f" Write {other} there." if other else " Give another Wan."
-        problems.append(transformer.problem("in_channels", remedy))
-    if kind == TEXT_TO_VIDEO and given.get("image_dim"):
-        problems.append(transformer.problem("image_dim", f"Only an {IMAGE_TO_VIDEO} has it; write null."))
-    sizes = {"z_dim": vae.values["z_dim"]}
-    sizes |= {key: len(vae.values[key]) for key in ("latents_mean", "latents_std")}
-    remedy = f"channels, the transformer for {channels}. Give the VAE that belongs to it."
-    wrong = {key: size for key, size in sizes.items() if size != channels}
-    return problems + [f"{vae.where}: `{key}` is for {size} {remedy}" for key, size in wrong.items()]
+        for part, key, size in wanted
+        if part.values.get(key, size) != size
+    ]
 
 
 def scheduler_problems(config: PartConfig) -> list[str]:
     """List the reason why the scheduler cannot be made of `config`, or not be used."""
-    if not (kind := scheduler_class(config.values["_class_name"])):
+    if not scheduler_class(config.values.get("_class_name")):
         remedy = "Name a scheduler of diffusers: UniPCMultistepScheduler."
         return [config.problem("_class_name", remedy)]
-    try:
-        scheduler, nothing = kind.from_config(config.values), torch.zeros(1, 1, 1, 1, 1)
-        scheduler.set_timesteps(3)
-        for t in scheduler.timesteps:  # some settings are used from the second step on
-            scheduler.step(nothing, t, nothing)
-        wrong = flow_problem(config.values)
-    except UNFIT as error:
-        return [_unfit(config.where, error)]
+    if problems := _unfit("scheduler", config.where, config.values):
+        dynamic = own_settings(config.values).get("use_dynamic_shifting")
+        remedy = "A Wan has one shift for all sizes. Write false here, and that shift under `shift`."
+        return [config.problem("use_dynamic_shifting", remedy)] if dynamic else problems
+    wrong = flow_problem(config.values)
     return [config.problem(*wrong)] if wrong else []
 
 
-def _unfit(where: str, error: Exception) -> str:
-    why = str(error) or type(error).__name__
-    return f"{where}: it cannot be built from this: {why}. Fetch this file again, or fix it."
+def component_problems(folder: Path, *, image: bool) -> list[str]:
+    """List missing, truncated or misshapen tensors of VAE and encoders, and a tokenizer that fails.
 
-
-def image_problems(folder: Path, config: TransformerConfig) -> list[str]:
-    """List what is missing or does not fit of the image encoder, if the transformer takes its states."""
-    if not config.image_dim:
-        return []
-    file, other = (
-        folder / f for f in ("image_encoder/config.json", "image_processor/preprocessor_config.json")
-    )
-    if lacking := [f for f in (file, other) if not f.is_file()]:
-        return [f"{f}: no such file. Give the whole pipeline." for f in lacking]
-    given = read_json(file)
-    if (width := given.get("hidden_size")) != config.image_dim:
-        belongs = "give the encoder that belongs to it."
-        remedy = f"The transformer takes states of width {config.image_dim}; {belongs}"
-        return [problem(file, "hidden_size", width, remedy)]
-    return refused_keys(file, given) + _encoder_problems(folder / "image_encoder", given)
-
-
-def _encoder_problems(folder: Path, config: dict[str, Any]) -> list[str]:
-    """List the tensors of an image encoder that do not fit; transformers 4 began their names otherwise."""
-    with torch.device("meta"):
-        model = image_encoder_of(config)
-    try:
-        reader = WeightReader(folder, "model")
-    except ConfigError as error:
-        return error.problems
-    begins = "vision_model." if all(name.startswith("vision_model.") for name in reader.stored) else ""
-    renamed = {f"{begins}{name}": p.shape for name, p in model.named_parameters()}
-    return reader.problems(renamed, None)
-
-
-def component_problems(folder: Path, vae: dict[str, Any]) -> list[str]:
-    """List missing, truncated or misshapen tensors of VAE and text encoder, and a tokenizer that fails."""
-    problems = _loaded_tokenizer_problems(folder)
-    with torch.device("meta"):
-        model = vae_of(vae)
-    problems += weight_problems(folder / "vae", model)
-    if (folder / "text_encoder" / "adapter_config.json").exists():  # peft would add it to the weights
-        remedy = "Delete it; a text encoder is loaded without adapters."
-        problems.append(f"{folder / 'text_encoder' / 'adapter_config.json'}: {remedy}")
-    if not (file := folder / "text_encoder" / "config.json").is_file():
-        return [*problems, f"{file}: no such file. Give the whole pipeline."]
-    with torch.device("meta"):
-        model = text_encoder_of(read_json(file))
-    return problems + weight_problems(folder / "text_encoder", model, "model")
+    Args:
+        image: the transformer takes an image encoder's states.
+    """
+    problems = _loaded_tokenizer_problems(folder / "tokenizer")
+    if (file := folder / "text_encoder" / "adapter_config.json").exists():  # peft would add it to the weights
+        problems.append(f"{file}: Delete it; a text encoder is loaded without adapters.")
+    makers: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
+        "vae": vae_of,
+        "text_encoder": text_encoder_of,
+    } | ({"image_encoder": image_encoder_of} if image else {})
+    files = [f"{part}/config.json" for part in makers] + ["image_processor/preprocessor_config.json"] * image
+    if lacking := [name for name in files if not (folder / name).is_file()]:
+        return problems + [f"{folder / name}: no such file. Give the whole pipeline." for name in lacking]
+    for part, make in makers.items():
+        values = read_json(folder / part / "config.json")
+        problems += refused_keys(folder / part / "config.json", values)
+        with torch.device("meta"):
+            model = make(values)
+        problems += weight_problems(folder / part, model, DIFFUSERS_STEM if part == "vae" else "model")
+    return problems
 
 
 def _loaded_tokenizer_problems(folder: Path) -> list[str]:
-    where, names = folder / "tokenizer", ("tokenizer.json", "spiece.model")
-    if problems := unfinished(where, names):
+    names = ("tokenizer.json", "spiece.model")
+    if problems := unfinished(folder, names):
         return problems
-    files = [where / name for name in names if (where / name).is_file()]
+    files = [folder / name for name in names if (folder / name).is_file()]
     if problems := [f"{file}: {what}" for file in files if (what := cure(file))]:
         return problems
     if not files:
-        return [f"{where}: no tokenizer.json or spiece.model in it. Give the whole pipeline."]
+        return [f"{folder}: no tokenizer.json or spiece.model in it. Give the whole pipeline."]
     try:
-        tokens = tokenize(load_tokenizer(where), "a red circle", padded=True)
+        tokens = tokenize(load_tokenizer(folder), "a red circle", padded=True)
     except Exception as error:  # tokenizers raises it bare
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return [f"{where}: it cannot be read: {why}. Fetch the folder again."]
-    vocabulary = UMT5Config.from_dict(text_config(folder)).vocab_size
-    if (largest := int(tokens.input_ids.max())) >= vocabulary:
-        remedy = f"has {vocabulary} tokens. Give the tokenizer that belongs to it."
-        return [f"{where}: it makes token {largest}, but the text encoder {remedy}"]
-    return []
+        return [f"{folder}: it cannot be read: {why}. Fetch the folder again."]
+    vocabulary = umt5_config(text_config(folder.parent)).vocab_size
+    fits = int(tokens.input_ids.max()) < vocabulary
+    return (
+        [] if fits else [f"{folder}: it has more tokens than the text encoder, {vocabulary}. Give its own."]
+    )
 
 
 def weight_problems(folder: Path, model: nn.Module, stem: str = DIFFUSERS_STEM) -> list[str]:
@@ -297,7 +200,9 @@ def weight_problems(folder: Path, model: nn.Module, stem: str = DIFFUSERS_STEM) 
         reader = WeightReader(folder, stem)
     except ConfigError as error:
         return error.problems
-    expected = {name: p.shape for name, p in model.named_parameters()}
+    # of an image encoder transformers 4 began the names otherwise
+    begins = "vision_model." if all(name.startswith("vision_model.") for name in reader.stored) else ""
+    expected = {f"{begins}{name}": p.shape for name, p in model.named_parameters()}
     if TIED in reader.stored and "shared.weight" in expected:
         expected[TIED] = expected["shared.weight"]
         if "shared.weight" not in reader.stored:

@@ -26,9 +26,9 @@ from transformers import (
 
 from wandistiller.utils.errors import problem
 from wandistiller.utils.files import read_json
-from wandistiller.utils.validation import value_problems
 from wandistiller.wan.schedulers import scheduler_class
 from wandistiller.wan.text_padding import TEXT_TOKENS
+from wandistiller.wan.transformer_config import NEEDED
 
 TOKENIZERS = {
     "T5Tokenizer": T5TokenizerFast,
@@ -48,11 +48,8 @@ COMPONENTS = {
 """Library and classes of each component in model_index.json; a scheduler may be any of diffusers."""
 IMAGE_PARTS = ("image_encoder", "image_processor")
 """Components of a Wan whose transformer takes the states of given frames."""
-_NO_IMAGE = "Its transformer takes no states of an image (`image_dim`). Write [null, null]."
-OPTIONAL = dict.fromkeys(IMAGE_PARTS, _NO_IMAGE) | {
-    "transformer_2": "There is no transformer_2/config.json. Give the whole pipeline, or write [null, null]."
-}
-"""Components that some Wans do without, and what to do about one that is named for nothing."""
+OPTIONAL = ("transformer_2", *IMAGE_PARTS)
+"""Components that some Wans do without."""
 UNUSED = [None, None]
 """What model_index.json has for a component that the pipeline does without."""
 TEXT_CLASSES = ["UMT5EncoderModel", "UMT5Model", "UMT5ForConditionalGeneration"]
@@ -66,6 +63,7 @@ TOKENIZER_KEYS = """
     spaces_between_special_tokens split_special_tokens tokenizer_class truncation_side
     bos_token cls_token eos_token mask_token pad_token sep_token unk_token
 """.split()
+OF_VAE = ["z_dim", "latents_mean", "latents_std"]
 VERSIONS = ["_class_name", "_diffusers_version"]
 UMT5_XXL = {
     "d_ff": 10240,
@@ -101,15 +99,8 @@ class PartConfig:
     where: str
     values: dict[str, Any]
 
-    def problem(self, key: str, remedy: str, left_out: Any = None) -> str:
-        return problem(self.where, key, self.values.get(key, left_out), remedy)
-
-    def value_problems(self, types: dict[str, Any], needed: Iterable[str]) -> list[str]:
-        """List the missing keys, the wrong values, and the keys that ask for code."""
-        missing = [key for key in needed if key not in self.values]
-        problems = [f"{self.where}: `{key}` is missing. Fetch this file again." for key in missing]
-        problems += value_problems(self.where, self.values, types)
-        return problems + refused_keys(self.where, self.values)
+    def problem(self, key: str, remedy: str) -> str:
+        return problem(self.where, key, self.values.get(key), remedy)
 
 
 def index_problems(index: PartConfig, parts: list[str], scheduler: Any) -> list[str]:
@@ -119,37 +110,20 @@ def index_problems(index: PartConfig, parts: list[str], scheduler: Any) -> list[
         parts: folder names of the transformers that are here, and of an image encoder's if they take it.
         scheduler: class in the scheduler's own file.
     """
-    remedies, given = {}, index.values
-    for part in (*COMPONENTS, "scheduler"):
-        here = part not in OPTIONAL or part in parts
-        if remedy := _remedy(part, given.get(part), here=here, scheduler=scheduler):
-            remedies[part] = remedy
-    for key in sorted(given.keys() - COMPONENTS.keys() - {"scheduler"} - REFUSED.keys()):
-        if isinstance(given[key], (list, dict)) and given[key] != UNUSED:
-            remedies[key] = "A Wan has no such component. Delete this key, or write [null, null]."
-    problems = refused_keys(index.where, given)
-    return problems + [index.problem(key, remedy) for key, remedy in remedies.items()]
-
-
-def _remedy(part: str, given: Any, *, here: bool, scheduler: Any) -> str | None:
-    """Return what to write for a component instead of `given`; None if that is right."""
-    if not here:
-        return None if unused(given) else OPTIONAL[part]
-    library, name = given if isinstance(given, list) and len(given) == 2 else (None, None)
-    only = "no other class is loaded."
-    if part == "scheduler":
-        if library != "diffusers" or not scheduler_class(name):
-            return (
-                f'Write ["diffusers", "UniPCMultistepScheduler"], or another scheduler of diffusers: {only}'
-            )
-        same = name == scheduler or not scheduler_class(scheduler)  # else reported where that is read
-        return None if same else f"scheduler_config.json has the class {scheduler}. Write the same in both."
-    right, names = COMPONENTS[part]
-    if library == right and name in names:
-        return None
-    also = f' or "{names[1]}"' if part == "tokenizer" else ""
-    is_there = "transformer_2/config.json is there. " if part == "transformer_2" else ""
-    return f'{is_there}Write ["{right}", "{names[0]}"{also}]: {only}'
+    problems = refused_keys(index.where, index.values)
+    # an unknown one is told where it is read
+    of_flow = scheduler if scheduler_class(scheduler) else "UniPCMultistepScheduler"
+    classes = COMPONENTS | {"scheduler": ("diffusers", [of_flow])}
+    for part, given in (dict.fromkeys(classes) | index.values).items():
+        if part in classes and (part not in OPTIONAL or part in parts):
+            library, names = classes[part]
+            if given not in [[library, name] for name in names]:
+                remedy = f'Write ["{library}", "{names[0]}"]: no other class is loaded.'
+                problems.append(index.problem(part, remedy))
+        elif isinstance(given, list | dict) and part not in REFUSED and not unused(given):
+            remedy = "It has no such part. Give the whole pipeline, or write [null, null]."
+            problems.append(index.problem(part, remedy))
+    return problems
 
 
 def unused(component: Any) -> bool:
@@ -218,6 +192,14 @@ def text_config(folder: Path) -> dict[str, Any]:
     """Return the text encoder's config; Wan's own if the pipeline has none."""
     file = folder / "text_encoder" / "config.json"
     return read_json(file) if file.is_file() else UMT5_XXL
+
+
+def filled(part: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a VAE or transformer with diffusers' values of keys that are needed here."""
+    kind, keys = (AutoencoderKLWan, OF_VAE) if part == "vae" else (WanTransformer3DModel, NEEDED)
+    parameters = inspect.signature(kind.__init__).parameters
+    defaults = {key: parameters[key].default for key in keys}
+    return {k: [*v] if isinstance(v, tuple) else v for k, v in defaults.items()} | config
 
 
 def vae_of(config: dict[str, Any]) -> AutoencoderKLWan:

@@ -91,7 +91,7 @@ def load_pipeline(wan: WanFolder, dtype: torch.dtype) -> Pipeline:
         if not unused(index.get(part)) and Expert(part) in wan.configs
     }
     for part, network in experts.items() if added else ():
-        add_changes(network, added_changes(added, Expert(part)))
+        add_changes(network, added_changes(added, wan.configs[Expert(part)], Expert(part)))
     if len(experts) == 1:  # under the name that diffusers calls
         experts = dict(zip(["transformer"], experts.values(), strict=True))
     image: dict[str, Any] = {}

@@ -1,8 +1,10 @@
 """The files that a LoRA's name means, and the expert of a Wan that each is for."""
 
 import json
+import os
 import re
-from itertools import combinations
+import shlex
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,36 +13,97 @@ from safetensors import SafetensorError, safe_open
 from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
-from wandistiller.wan.lora_files import IN_A_FOLDER
+from wandistiller.wan.damaged import unfinished
+from wandistiller.wan.lora_files import experts_in
+from wandistiller.wan.weight_reader import DIFFUSERS_STEM
 
-FILES = {Expert.HIGH_NOISE: IN_A_FOLDER, Expert.LOW_NOISE: "pytorch_lora_weights_2.safetensors"}
+FILES = {
+    Expert.HIGH_NOISE: "pytorch_lora_weights.safetensors",
+    Expert.LOW_NOISE: "pytorch_lora_weights_2.safetensors",
+}
 """File names in a folder for diffusers."""
+OF_PEFT = "adapter_model.safetensors"
 FACTS = "wandistiller.json"
 """File in an export with the facts of its run."""
-WITH_NOISE = re.compile(r"(?<![a-z])(high|low)[ _.-]?noise(?![a-z])")
-AT_THE_END = re.compile(r"(?<![a-z])(high|low)$")
-OF_PICTURES = "angle|contrast|details?|fps|key|light|motion|poly|quality|rank|res|resolution|speed|vram"
-ALONE = re.compile(rf"(?<![a-z])(high|low)(?![a-z])(?![ _.-]?(?:{OF_PICTURES})(?![a-z]))")
-"""In a file's name a word that may be its expert; not in `slow_motion` or `low_poly`."""
-OF_FILES = r"(?:bf|e|ep|epoch|fp|int|q|r|rank|v)?\d|expert|lightning|lightx2v|lora|model"
-SURE = re.compile(rf"(?<![a-z])(?:high|low)(?:$|[ _.-]+(?:{OF_FILES}))")
-"""Such a word that is its expert: at the end, or before words of files, not as in `high_heels`."""
-SIDES = re.compile(r"high|low|(?<![a-z])[hl]n?(?![a-z])")
-"""Parts in which the names of two experts' files differ."""
+BOTH = "both"
+SIDES = (*(expert.key for expert in Expert), BOTH)
+"""What a user writes for the expert of a file: before it and a `=`, or as the key of an object."""
+WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+"""A word of a name, between other signs or from one capital to the next."""
+ADDRESS = re.compile(r"[a-z]+:/")
+OF_RUNS = ("resolved/run.json", "run_state.json")
+"""Files in the folder of a run, or of a checkpoint."""
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
-def files_of(path: Path, said: Expert | None = None) -> list[Path]:
-    """Return the LoRA files that a path means: itself, or the one or two in a folder.
+def split_side(word: str) -> tuple[str, str]:
+    """Return what a user wrote for the expert of a LoRA, one of `SIDES` or nothing, and the LoRA's name."""
+    side, _, name = word.partition("=")
+    return (side, name) if side in SIDES else ("", word)
+
+
+def files_of(name: str, side: str = "") -> list[Path]:
+    """Return the LoRA files that a name means: itself, or those in a folder.
 
     Args:
-        path: a file, a folder for diffusers, or that of a run of adapters.
-        said: the expert that a file is wanted for; of two files its own is meant.
+        name: a file, or a folder: of diffusers, of a run of adapters, of peft, or with one file or one for
+            each expert.
+        side: the expert that a file is wanted for; of two files its own is meant.
+
+    Raises:
+        ConfigError: there is no such file, or a folder does not say which.
     """
-    inside = {expert: path / name for expert, name in FILES.items() if (path / name).is_file()}
-    inside = inside or dict(zip(Expert, adapters_of(path), strict=False))
-    if len(inside) == 2 and said:
-        return [inside[said]]
-    return [*inside.values()] or [path]
+    path = Path(os.path.expanduser(name))
+    if not path.exists():
+        raise ConfigError(f"{name}: {_absent(name, path)}")
+    known = [[path / file for file in FILES.values()], adapters_of(path), [path / OF_PEFT]]
+    files = next((there for group in known if (there := [f for f in group if f.is_file()])), [])
+    if not files and any((path / file).is_file() for file in OF_RUNS):
+        raise ConfigError(f"{name}: is a run of a whole model, not of adapters. Give it as the model.")
+    if not files:
+        require_no_full_model(name)
+        files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    by_expert = {expert_of(file): file for file in files}
+    if len(files) != 1 and not len(files) == 2 == len(by_expert.keys() & {*Expert}):
+        listed = f"several files: {', '.join(f.name for f in files)}" if files else "no .safetensors file"
+        raise ConfigError(f"{name}: is a folder with {listed}. Name the LoRA file.")
+    return [by_expert[Expert.of_key(side)]] if len(files) == 2 and side not in ("", BOTH) else files
+
+
+def _absent(name: str, path: Path) -> str:
+    """Say what a name may be that is no file here."""
+    if ADDRESS.match(name):
+        return "is an address. Fetch the file, and give its name here."
+    if problems := unfinished(path.parent, [path.name]):
+        return problems[0]
+    if HUB_ID.fullmatch(name) and path.suffix != ".safetensors":
+        words = ["hf", "download", name, "--include", "*.safetensors", "--local-dir", path.name]
+        return f"no such file here. If it is on the hub, run `{shlex.join(words)}`, and give the file."
+    return "no such file. Fix the path, or put it back: a run that goes on needs its LoRA files too."
+
+
+def is_full_model(path: Path) -> bool:
+    """Return whether `path` is a pipeline's folder, a transformer's, or a file with a network's first map."""
+    if path.is_dir():
+        return (path / "transformer").is_dir() or any(path.glob(f"{DIFFUSERS_STEM}*.safetensors"))
+    try:
+        with safe_open(path, "pt") as opened:
+            return any(key.endswith("patch_embedding.weight") for key in opened.keys())
+    except (OSError, SafetensorError):
+        return False  # reported where it is read
+
+
+def require_no_full_model(name: str, teacher: str = "TEACHER", more: Iterable[object] = ()) -> None:
+    """Raise ConfigError if a whole network is given as a LoRA, with the command that makes one of it.
+
+    Args:
+        more: flags of the command.
+    """
+    if is_full_model(path := Path(os.path.expanduser(name))):
+        output = f"{path.name.removesuffix('.safetensors')}_lora"
+        words = ["wandistiller", "export", "--adapter", "--checkpoint", name, "--teacher_path", teacher]
+        command = shlex.join([*words, *map(str, more), "--output", output])
+        raise ConfigError(f"{name}: is a whole model. Make a LoRA of it: `{command}`, and give {output}.")
 
 
 def adapters_of(run: Path) -> list[Path]:
@@ -52,35 +115,25 @@ def adapters_of(run: Path) -> list[Path]:
 
 
 def expert_of(file: Path) -> Expert | None:
-    """Return the expert that a LoRA file is for: by its run's facts, its place in a folder, or its name.
+    """Return the expert that a LoRA file is for; None: nothing says it.
 
-    None: nothing says it, or it is a folder, as a pipeline of both.
+    By its run's facts, its keys, its place in a folder for diffusers, or else by the word `high` or `low` in
+    its name, or else in its folder's.
     """
-    if file.is_dir():
-        return None
     facts = facts_of(file)
     if (bases := facts.get("bases")) in ([e.value] for e in Expert) and facts.get("boundary") is not None:
         return Expert(bases[0])
-    if bases == [Expert.LOW_NOISE.value]:
+    if bases == [Expert.LOW_NOISE.value] or experts_in(file) == {Expert.LOW_NOISE}:
         return Expert.LOW_NOISE
     if file.name == FILES[Expert.LOW_NOISE]:
         return Expert.LOW_NOISE
-    if file.name == IN_A_FOLDER and file.with_name(FILES[Expert.LOW_NOISE]).is_file():
+    if file.name == FILES[Expert.HIGH_NOISE] and file.with_name(FILES[Expert.LOW_NOISE]).is_file():
         return Expert.HIGH_NOISE
-    own, above = file.name.lower().removesuffix(".safetensors"), file.absolute().parent.name.lower()
-    for rule, name in ((WITH_NOISE, own), (ALONE, own), (WITH_NOISE, above), (AT_THE_END, above)):
-        if sides := {*rule.findall(name)}:
-            if len(sides) > 1 or rule is ALONE and not (SURE.search(name) or _has_twin(file)):
-                return None
-            return Expert.of_key(f"{sides.pop()}_noise")
+    for name in (file.name.removesuffix(".safetensors"), file.absolute().parent.name):
+        words = {word.lower().removesuffix("noise") for word in WORD.findall(name)}
+        if sides := words & {"high", "low"}:
+            return None if len(sides) > 1 else Expert.of_key(f"{sides.pop()}_noise")
     return None
-
-
-def _has_twin(file: Path) -> bool:
-    """Return whether the other expert's file, by its name, lies beside an expert's."""
-    swapped = {"high": "low", "low": "high"}
-    twin = re.sub("high|low", lambda side: swapped[side[0]], file.name.lower())
-    return any(other.name.lower() == twin for other in file.absolute().parent.glob("*.safetensors"))
 
 
 def facts_of(file: Path) -> dict[str, Any]:
@@ -104,43 +157,25 @@ def facts_beside(file: Path) -> Path:
     return beside if file.name in FILES.values() and beside.is_file() else file
 
 
-def unclear_problems(where: str, files: list[Path], write: str) -> list[str]:
-    """List files for both networks whose names may say that they are for one.
-
-    That are pairs whose names differ as those of two experts' files do, and words that may be an expert.
+def sides_of(where: str, said: Sequence[tuple[Path, str]], networks: int) -> list[str]:
+    """Return for which expert each LoRA file is, one of `SIDES`; of one network what the user wrote.
 
     Args:
-        write: what to write for the file of an expert, with {expert} and {file}.
-    """
-    for file in files:
-        if len(sides := {*ALONE.findall(file.name.lower().removesuffix(".safetensors"))}) == 1:
-            expert = Expert.of_key(f"{(side := sides.pop())}_noise")
-            one, other = (write.format(expert=e.key, file=file) for e in (expert, *{*Expert} - {expert}))
-            return [
-                f"{where}: {file}: `{side}` in its name may mean the {expert.in_words}, or not. Write {one} "
-                f"if it is for that one alone, or beside it {other} if it is for both."
-            ]
-    files = list(dict.fromkeys(files))
-    for one, other in combinations(files, 2):
-        names = [f"{file.absolute().parent.name}/{file.name}".lower() for file in (one, other)]
-        if names[0] != names[1] and len({SIDES.sub("*", name) for name in names}) == 1:
-            remedy = write.format(expert="high_noise", file="FILE")
-            return [
-                f"{where}: {one} and {other} look like the files of two experts, and their names do not say "
-                f"which is whose. Write {remedy}, and the same with low_noise."
-            ]
-    return []
-
-
-def require_one_side(where: str, files: list[Path]) -> None:
-    """Check that the files for a single network are not those of two experts.
+        said: files, and what the user wrote for their experts, or nothing.
+        networks: that the pipeline has.
 
     Raises:
-        ConfigError: they are.
+        ConfigError: nothing says for which of two experts a file is, or files of two are for one network.
     """
-    of = {expert: file for file in files if (expert := expert_of(file))}
-    if len(of) == 2:
-        raise ConfigError(
-            f"{where}: {of[Expert.HIGH_NOISE]} is for the {Expert.HIGH_NOISE.in_words}, "
-            f"{of[Expert.LOW_NOISE]} for the {Expert.LOW_NOISE.in_words}, and here is one network. Give one."
-        )
+    of = {file: experts_in(file) or {expert_of(file)} - {None} for file, side in said if not side}
+    if networks == 1:
+        if len(set().union(*of.values())) == 2:
+            files = " and ".join(map(str, of))
+            remedy = f"Give the file of one, or write {BOTH}=FILE."
+            raise ConfigError(f"{where}: {files} are for two experts, and here is one network. {remedy}")
+        return [side for _, side in said]
+    if unclear := [file for file, experts in of.items() if not experts]:
+        text = "{}: nothing says for which of the two experts {} is: neither its name nor its folder's has "
+        text += "one of the words high and low. Write {}={}, {}={}, or {}={} for both."
+        raise ConfigError(*(text.format(where, f, *(w for s in SIDES for w in (s, f))) for f in unclear))
+    return [side or (BOTH if len(of[file]) == 2 else next(iter(of[file])).key) for file, side in said]

@@ -2,8 +2,7 @@
 
 import json
 import re
-from collections import Counter
-from dataclasses import dataclass, field
+from functools import cache
 from math import isfinite, sqrt
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,17 +11,22 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError
-from wandistiller.utils.files import read_json
-from wandistiller.wan.lora_keys import ALPHA, DIFFERENCE, KEY, NO_WEIGHT, A, B, kind, lora_key, other_method
+from wandistiller.utils.files import file_fingerprint, read_json
+from wandistiller.wan.damaged import cure
+from wandistiller.wan.lora_keys import ALPHA, DIFFERENCE, KEY, A, B, is_of_low_noise, lora_key, other_method
+from wandistiller.wan.structure import split_name
+from wandistiller.wan.transformer import shapes
+from wandistiller.wan.transformer_config import TransformerConfig
 
-IN_A_FOLDER = "pytorch_lora_weights.safetensors"
-"""As diffusers saves it."""
 SETTINGS = "lora_adapter_metadata"
 """Where diffusers keeps peft's settings in a file's metadata."""
+ALPHA_OF_PEFT, ALPHA_OF_KOHYA = "lora_alpha", "ss_network_alpha"
+"""Alpha of all layers in a file's metadata. Beside kohya's names alone the latter is a factor: its own
+converter to other names multiplies the weights by it, and keeps the metadata."""
 OF_PEFT, BESIDE = "base_model.model.", "adapter_config.json"
 """What peft's own keys begin with, and where it keeps the settings."""
-PARTS_OF_SETTINGS = "transformer."
 
 
 class LowRank(NamedTuple):
@@ -38,54 +42,44 @@ class LowRank(NamedTuple):
         return self.a.shape[0]
 
 
-@dataclass(frozen=True)
-class LoraFile:
-    """The changes in a file, by the names of diffusers' layers."""
+class LoraFile(NamedTuple):
+    """The changes in a file, by the names of diffusers' layers, and the keys that change no such layer."""
 
     layers: dict[str, LowRank]
-    left_out: list[str] = field(default_factory=list)
-    """Keys that are no change of a linear layer's weight, such as differences of biases and norms."""
-
-    @property
-    def rank(self) -> int:
-        """The largest rank of a layer."""
-        return max(one.rank for one in self.layers.values())
-
-    def other_layer(self, shapes: dict[str, list[int]]) -> str:
-        """Return the first layer that a network of these parameters' shapes lacks; empty if it has all."""
-        given = {layer: [len(b), a.shape[1]] for layer, (a, b) in self.layers.items()}
-        return next((layer for layer in given if shapes.get(f"{layer}.weight") != given[layer]), "")
+    left_out: list[str]
 
 
-def left_out_words(keys: list[str]) -> str:
-    """Say that keys of a file are left out."""
-    kinds = ", ".join(f"{what} {n}" for what, n in sorted(Counter(map(kind, keys)).items()))
-    text = "of its keys change no weight of a linear layer and are left out, such as"
-    return f"{len(keys)} {text} {keys[0]} ({kinds})"
-
-
-def read_lora(file: Path, *, weights: bool = True) -> LoraFile:
+def read_lora(
+    file: Path,
+    config: TransformerConfig | None = None,
+    expert: Expert = Expert.HIGH_NOISE,
+    *,
+    weights: bool = True,
+) -> LoraFile:
     """Read a LoRA in the names of diffusers or of the original Wan, with the prefix of any trainer.
 
     The change of a layer is alpha / rank B A, as of kohya, ComfyUI and peft: alpha is a tensor beside the
-    factors, or in peft's settings, and the rank without either; with peft's `use_rslora` it is
+    factors, or in the settings, and the rank without either; with peft's `use_rslora` it is
     alpha / sqrt(rank) B A (Kalajdzievski 2023, arXiv:2312.03732). A difference of the weight itself, as in
     files that were taken from full models, is B A too.
 
     Args:
+        config: of the network that it is for: keys of layers that it lacks are left out.
+        expert: the network, of a file that has layers of both experts.
         weights: read them; without, the layers are on the meta device.
 
     Raises:
-        ConfigError: it is no such file, or holds what is no LoRA.
+        ConfigError: it is no such file, holds what is no LoRA, or is for another network.
     """
-    if file.is_dir() and not (file / IN_A_FOLDER).is_file():
-        raise ConfigError(f"{file}: is a folder without {IN_A_FOLDER}. Name the LoRA file.")
-    file = file / IN_A_FOLDER if file.is_dir() else file
     try:
         with safe_open(file, "pt") as opened:
-            keys_of, left_out = _sorted_keys(file, list(opened.keys()))
-            settings = _settings(file, opened.metadata() or {}, list(opened.keys()))
-            layers = {}
+            keys, layers = list(opened.keys()), {}
+            low = {key for key in keys if is_of_low_noise(key)}
+            own = [k for k in keys if not low or (k in low) == (expert is Expert.LOW_NOISE)]
+            keys_of, left_out = _sorted_keys(file, own)
+            settings = _settings(file, opened.metadata() or {}, keys, expert)
+            if config:
+                left_out += _leave_out_foreign(file, keys_of, config)
             for layer, keys in keys_of.items():
                 parts = {p: _tensor(opened, key, weights or p == ALPHA) for p, key in keys.items()}
                 layers[layer] = _change(file, keys, parts)
@@ -93,33 +87,78 @@ def read_lora(file: Path, *, weights: bool = True) -> LoraFile:
                     (a, b), names = layers[layer], [layer, KEY.fullmatch(keys[A])["layer"]]
                     layers[layer] = LowRank(a, b * _factor(file, settings, names, len(a)))
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{file}: cannot be read as a .safetensors file: {error}.") from None
+        what = f"cannot be read as a .safetensors file: {error}. Give a LoRA file."
+        raise ConfigError(f"{file}: {file.is_file() and cure(file) or what}") from None
+    here = shapes(config) if config else {}
+    for layer, (a, b) in layers.items():
+        changed = [len(b), a.shape[1]]
+        if (shape := here.get(f"{layer}.weight", changed)) != changed:
+            text = f"its change of `{layer}` is of shape {changed}, and that is {shape} here"
+            raise ConfigError(f"{file}: {text}. Give one that was made for it.")
     return LoraFile(layers, sorted(left_out))
+
+
+def experts_in(file: Path) -> set[Expert]:
+    """Return the experts whose layers the keys of a file name; none: it is of one network, or unreadable."""
+    try:
+        with safe_open(file, "pt") as opened:
+            are_low = {is_of_low_noise(key) for key in opened.keys() if lora_key(key).layer}
+    except (OSError, SafetensorError):
+        return set()  # the reader of its weights has the message
+    return {Expert.LOW_NOISE if low else Expert.HIGH_NOISE for low in are_low} if True in are_low else set()
+
+
+def require_finite(file: Path) -> None:
+    """Read all tensors, one at a time; raise ConfigError if one holds numbers that are not finite."""
+    if key := _not_finite(file, file_fingerprint(file)):
+        text = "holds numbers that are not finite. Fetch or train the LoRA again"
+        raise ConfigError(f"{file}: tensor `{key}` {text}.")
+
+
+@cache
+def _not_finite(file: Path, fingerprint: str) -> str:
+    """Return the first tensor of a file of this fingerprint with numbers that are not finite; or nothing."""
+    with safe_open(file, "pt") as opened:
+        tensors = ((key, opened.get_tensor(key).float()) for key in opened.keys())
+        return next((key for key, t in tensors if t.numel() and not sum(t.aminmax()).isfinite()), "")
 
 
 def _sorted_keys(file: Path, keys: list[str]) -> tuple[dict[str, dict[str, str]], list[str]]:
     """Return the key of each part of each layer, and the keys that change no weight of a linear layer."""
-    layers, left_out, unknown = {}, [], []
+    layers, left_out = {}, []
     for key in keys:
         layer, part = lora_key(key)
         if method := other_method(key):
             text = f"`{key}` is of {method}, and only LoRA of linear layers is read"
             raise ConfigError(f"{file}: {text}. Give a LoRA, or merge it into the model that it is for.")
-        if part == NO_WEIGHT or part == DIFFERENCE and not layer:
+        if not layer:
             left_out.append(key)
-        elif not layer:
-            unknown.append(key)
         elif other := layers.setdefault(layer, {}).get(part):
             raise ConfigError(f"{file}: `{other}` and `{key}` are of one layer. Keep one of them.")
         else:
             layers[layer][part] = key
     if not layers:
-        first = next(iter(keys), "none")
-        raise ConfigError(f"{file}: has no LoRA of a Wan transformer; its first key is {first}.")
-    if unknown:
-        text = "is no LoRA of a linear layer of a Wan transformer. Give a file without such keys"
-        raise ConfigError(f"{file}: `{unknown[0]}` {text}.")
+        text = f"has no LoRA of a Wan transformer; its first key is {next(iter(keys), 'none')}"
+        raise ConfigError(f"{file}: {text}. Give a LoRA of linear layers.")
     return layers, left_out
+
+
+def _leave_out_foreign(
+    file: Path, keys_of: dict[str, dict[str, str]], config: TransformerConfig
+) -> list[str]:
+    """Take out the layers that a network lacks; return their keys.
+
+    Raises:
+        ConfigError: it lacks all of them, or has fewer blocks.
+    """
+    blocks, here = config.num_layers, shapes(config)
+    foreign = [layer for layer in keys_of if f"{layer}.weight" not in here]
+    deeper = [layer for layer in foreign if (split_name(layer)[0] or 0) >= blocks]
+    if deeper or len(foreign) == len(keys_of):
+        why = f"the network here has {blocks} blocks" if deeper else "none of its layers is here"
+        text = f"changes `{(deeper or foreign)[0]}`, and {why}. Give one that was made for it."
+        raise ConfigError(f"{file}: {text}")
+    return [key for layer in foreign for key in keys_of.pop(layer).values()]
 
 
 def _tensor(opened: safe_open, key: str, weights: bool) -> Tensor:
@@ -152,8 +191,8 @@ def _change(file: Path, keys: dict[str, str], parts: dict[str, Tensor]) -> LowRa
         raise ConfigError(f"{file}: {text}: their ranks differ. Fetch the file again.")
     if (alpha := parts.get(ALPHA)) is None:
         return LowRank(a, b)
-    if alpha.numel() != 1 or not alpha.isfinite():
-        raise ConfigError(f"{file}: `{keys[ALPHA]}` is no finite number. Fetch the file again.")
+    if alpha.numel() != 1:
+        raise ConfigError(f"{file}: `{keys[ALPHA]}` is no number. Fetch the file again.")
     return LowRank(a, b * (alpha.item() / len(a)))
 
 
@@ -164,12 +203,15 @@ def _as_product(difference: Tensor) -> LowRank:
     return LowRank(difference, one) if outputs < inputs else LowRank(one, difference)
 
 
-def _settings(file: Path, metadata: dict[str, str], keys: list[str]) -> dict[str, Any]:
+def _settings(file: Path, metadata: dict[str, str], keys: list[str], expert: Expert) -> dict[str, Any]:
     """Return peft's settings in a file's metadata, or in the file that peft writes beside its own.
 
-    diffusers writes them with the prefix `transformer.` for a pipeline, and without for a transformer.
+    diffusers writes them with the prefix `transformer.` for a pipeline, and without for a transformer. Other
+    programs write alpha alone.
     """
     config, where = {}, f"{file}: its metadata `{SETTINGS}`"
+    of_kohya = any("lora_down" in key for key in keys)
+    alone = metadata.get(ALPHA_OF_PEFT) or (metadata.get(ALPHA_OF_KOHYA) if of_kohya else None)
     if SETTINGS in metadata:
         try:
             config = json.loads(metadata[SETTINGS])
@@ -179,7 +221,10 @@ def _settings(file: Path, metadata: dict[str, str], keys: list[str]) -> dict[str
             raise ConfigError(f"{where} is no JSON object. Save the file again with diffusers.")
     elif any(key.startswith(OF_PEFT) for key in keys) and (beside := file.parent / BESIDE).is_file():
         config, where = read_json(beside), str(beside)
-    config = {key.removeprefix(PARTS_OF_SETTINGS): value for key, value in config.items()}
+    elif alone:
+        config = {ALPHA_OF_PEFT: alone}
+    own = expert.value if any(key.startswith("transformer_2.") for key in config) else "transformer"
+    config = {key.removeprefix(f"{own}."): value for key, value in config.items()}
     if config.get("use_dora"):
         text = "has `use_dora`, and only LoRA is read. Give a LoRA, or merge it into the model that it is for"
         raise ConfigError(f"{where} {text}.")
@@ -192,20 +237,14 @@ def _factor(file: Path, settings: dict[str, Any], names: list[str], rank: int) -
     Args:
         names: diffusers' name of the layer, and its name in the file, which may be the original Wan's.
     """
-    of_parts, alpha = settings.get("alpha_pattern") or {}, settings.get("lora_alpha")
+    of_parts, alpha = settings.get("alpha_pattern") or {}, settings.get(ALPHA_OF_PEFT)
     try:
-        alpha = next(
-            (
-                one
-                for part, one in of_parts.items()
-                if any(re.fullmatch(rf"(.*\.)?({part})", name) for name in names)
-            ),
-            alpha,
-        )
-        factor = 1.0 if alpha is None else alpha / (sqrt(rank) if settings.get("use_rslora") else rank)
+        fits = (a for part, a in of_parts.items() for n in names if re.fullmatch(rf"(.*\.)?({part})", n))
+        alpha = next(fits, alpha)
+        factor = 1.0 if alpha is None else float(alpha) / (sqrt(rank) if settings.get("use_rslora") else rank)
         if isfinite(factor):
             return factor
-    except (AttributeError, TypeError, re.error):
+    except (AttributeError, TypeError, ValueError, re.error):
         pass
     given = f"`lora_alpha` {json.dumps(alpha)} and `alpha_pattern` {json.dumps(of_parts)}"
     raise ConfigError(f"{file}: its settings have {given}, which are no numbers. Save the file again.")

@@ -1,6 +1,7 @@
 """Keys of LoRA files, as trainers write them: which layer of diffusers' Wan each is of, and what of it."""
 
 import re
+from collections import Counter
 from typing import NamedTuple
 
 from wandistiller.wan.original_names import original_name
@@ -8,16 +9,16 @@ from wandistiller.wan.structure import ATTENTIONS, IMAGE_MAPS, in_block
 
 PREFIX = re.compile(
     r"(?:base_model\.model\.)?"
-    r"(?:transformer\.|(?:model\.)?diffusion_model\.|pipe\.dit\.|lora_unet__?|lora_transformer_|lycoris_)?"
+    r"(?:transformer(?P<low_noise>_2)?\.|pipe\.dit\.|lora_unet__?|lora_transformer_|lycoris_"
+    r"|(?:model\.)?(?:diffusion_model\.)?)"
 )
-"""What stands before a layer's name: peft; diffusers, ComfyUI, DiffSynth, kohya and VideoX-Fun, LyCORIS."""
-A, B, ALPHA, DIFFERENCE, NO_WEIGHT = "a", "b", "alpha", "difference", "no_weight"
+"""What stands before a layer's name: peft; diffusers, DiffSynth, kohya and VideoX-Fun, LyCORIS, ComfyUI."""
+A, B, ALPHA, DIFFERENCE = "a", "b", "alpha", "difference"
 PARTS = {
     A: r"(?:lora_A(?:\.[^.]+)?|lora[._]down)\.weight",
     B: r"(?:lora_B(?:\.[^.]+)?|lora[._]up)\.weight",
     ALPHA: "alpha",
     DIFFERENCE: "diff",
-    NO_WEIGHT: r"diff_b|diff_m|lora_B(?:\.[^.]+)?\.bias",
 }
 """Parts of a layer's change, and their endings; peft has its adapter's name in them."""
 KEY = re.compile(rf"(?P<layer>.+)\.(?:{'|'.join(f'(?P<{part}>{end})' for part, end in PARTS.items())})")
@@ -27,8 +28,18 @@ OTHER_METHODS = {
     "LoHa": re.compile("hada_"),
     "OFT": re.compile("oft_"),
     "LoRA of convolutions": re.compile("lora_mid"),
+    "weights in 8 bits with a scale": re.compile("scale_weight|weight_scale|scaled_fp8"),
 }
-"""Methods whose change is no product of two matrices, and what their keys have."""
+"""Methods whose change is no product of two matrices as they are, and what their keys have."""
+KINDS = {
+    "norms": "norm",
+    "biases": r"(?:diff_b|bias)$",
+    "layers of images": r"[kv]_img|img_emb|add_[kv]_proj|image_embedder",
+    "tables": "modulation|scale_shift_table",
+    "convolutions": "patch_embedding",
+    "text encoders": "lora_te|text_encoder",
+}
+"""What keys change that are left out, and what they have."""
 ATTENTION_LAYERS = ("to_q", "to_k", "to_v", "to_out.0")
 IN_BLOCKS = (
     *(f"{attention}.{layer}" for attention in ATTENTIONS for layer in ATTENTION_LAYERS),
@@ -76,13 +87,23 @@ def _layer(name: str) -> str:
     return layer.replace(FIRST, in_block(int(block[1])) + ".", 1)
 
 
+def is_of_low_noise(key: str) -> bool:
+    """Return whether a key is of the low-noise expert, by diffusers' name of that: transformer_2."""
+    return bool(PREFIX.match(key)["low_noise"])
+
+
 def other_method(key: str) -> str:
     """Return which method other than LoRA a key is of; empty: none that is known."""
     return next((method for method, has in OTHER_METHODS.items() if has.search(key)), "")
 
 
-def kind(key: str) -> str:
-    """Say what a key changes that is no weight of a linear layer."""
-    if "norm" in key:
-        return "norms"
-    return "biases" if key.endswith(("diff_b", "bias")) else "others"
+def left_out_words(keys: list[str]) -> str:
+    """Say that keys of a file are left out, and how many of which kind."""
+    kinds = Counter(
+        next((kind for kind, has in KINDS.items() if re.search(has, key)), "others") for key in keys
+    )
+    listed = ", ".join(f"{kind} {number}" for kind, number in sorted(kinds.items()))
+    return (
+        f"{len(keys)} of its keys change no weight of a linear layer that is here and are left out, such as "
+        f"{keys[0]} ({listed})"
+    )

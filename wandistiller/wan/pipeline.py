@@ -1,6 +1,5 @@
 """A diffusers Wan pipeline on disk: its folder or hub id, its sizes, and checks that it is complete."""
 
-import inspect
 import math
 import re
 import shlex
@@ -8,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from huggingface_hub import constants
 
 from wandistiller.experts import Expert
@@ -20,15 +18,15 @@ from wandistiller.wan.checks import (
     TEXT_TO_VIDEO,
     UNSUPPORTED,
     component_problems,
-    image_problems,
-    pipeline_problems,
+    part_problems,
     scheduler_problems,
-    text_problems,
+    unequal_problems,
     weight_problems,
 )
 from wandistiller.wan.components import (
     IMAGE_PARTS,
     PartConfig,
+    filled,
     index_problems,
     text_config,
     tokenizer_problems,
@@ -112,6 +110,12 @@ class WanFolder:
         return digest(own, self.added_identities) if self.added else own
 
     @property
+    def weights_identity(self) -> str:
+        """Equal for pipelines whose networks have the same weights, before anything is added to them."""
+        folders = (self.path / expert.value for expert in Expert)
+        return self.revision or fingerprint(folder for folder in folders if folder.is_dir())
+
+    @property
     def added_identities(self) -> list[list[Any]]:
         return [one.identity for one in self.added]
 
@@ -119,7 +123,7 @@ class WanFolder:
         folder = self.path / expert.value
         if not self.added:
             return WeightReader(folder)
-        return MergingReader(folder, added_changes(self.added, expert))
+        return MergingReader(folder, added_changes(self.added, self.configs[expert], expert))
 
     def latent_shape(self, height: int, width: int, num_frames: int) -> tuple[int, int, int, int]:
         """Return (C, F, H, W) of one sample of the given size in pixels and frames."""
@@ -180,9 +184,8 @@ def require_weights(folder: WanFolder) -> None:
     for expert, config in folder.configs.items():
         if expert.value not in empty:
             problems += weight_problems(folder.path / expert.value, meta_transformer(config))
-    problems += image_problems(folder.path, folder.config)
     if not {"vae", "text_encoder"} & {*empty}:
-        problems += component_problems(folder.path, folder.vae)
+        problems += component_problems(folder.path, image=bool(folder.config.image_dim))
     if problems:
         raise ConfigError(*problems)
 
@@ -218,24 +221,24 @@ def open_wan(name: str, weights: bool = False, revision: str | None = None) -> W
     experts = [e for e in Expert if (path / e.value / "config.json").is_file()]
     if Expert.HIGH_NOISE not in experts:
         raise ConfigError(f"{name}: no transformer/config.json. Give a complete diffusers pipeline folder.")
-    left_out = _defaults(WanTransformer3DModel, "cross_attn_norm")
-    configs = {e: _read(path, name, f"{e.value}/config.json", left_out) for e in experts}
-    vae = _read(path, name, "vae/config.json", _defaults(AutoencoderKLWan, "latents_mean", "latents_std"))
+    configs = {e: _read(path, name, f"{e.value}/config.json") for e in experts}
+    vae = _read(path, name, "vae/config.json")
     scheduler = _read(path, name, "scheduler/scheduler_config.json")
     boundary = index.values.get("boundary_ratio") if len(experts) == 2 else None
     image = bool(configs[Expert.HIGH_NOISE].values.get("image_dim"))
     parts = [*(e.value for e in experts), *(IMAGE_PARTS if image else ())]
     problems = index_problems(index, parts, scheduler.values.get("_class_name"))
-    problems += pipeline_problems(index, list(configs.values()), vae, scheduler)
+    problems += [p for config in configs.values() for p in part_problems("transformer", config)]
+    problems += part_problems("vae", vae) + scheduler_problems(scheduler)
+    text = None
+    if (path / "text_encoder" / "config.json").is_file():
+        text = PartConfig(f"{name}/text_encoder/config.json", text_config(path))
+        problems += part_problems("text_encoder", text)
     problems += tokenizer_problems(f"{name}/tokenizer", path / "tokenizer")
     if len(experts) == 2 and not (isinstance(boundary, float) and 0 < boundary < 1):
         remedy = "It has two experts; write where they meet (Wan2.2 A14B: 0.875)."
         problems.append(index.problem("boundary_ratio", remedy))
-    problems = problems or scheduler_problems(scheduler)
-    if not problems and (path / "text_encoder" / "config.json").is_file():
-        encoder = PartConfig(f"{name}/text_encoder/config.json", text_config(path))
-        problems = text_problems(encoder, configs[Expert.HIGH_NOISE].values["text_dim"])
-    if problems:
+    if problems := problems or unequal_problems(index, [*configs.values()], vae, text):
         raise ConfigError(*problems)
     shift = own_settings(scheduler.values)[shift_key(scheduler.values)]
     expands = bool(index.values.get("expand_timesteps"))
@@ -272,23 +275,19 @@ def run_problem(path: Path, name: str) -> str | None:
     if (path / "resolved" / "run.json").is_file() or (path / "run_state.json").is_file():
         words = shlex.join(["wandistiller", "export", "--checkpoint", name, "--output", "students/mine"])
         return (
-            f"{name}: is a run or a checkpoint, not a pipeline. Export its student: {words}, and give that."
+            f"{name}: is a run or a checkpoint, not a pipeline. Export its student and give that: `{words}`."
         )
     return None
 
 
-def _defaults(model: type, *keys: str) -> dict[str, Any]:
-    """Return diffusers' defaults of keys that some converted configs leave out."""
-    parameters = inspect.signature(model.__init__).parameters
-    return {key: parameters[key].default for key in keys}
-
-
-def _read(folder: Path, name: str, file: str, left_out: dict[str, Any] | None = None) -> PartConfig:
-    """Read a file of the pipeline; `left_out` has values of keys that it may lack."""
+def _read(folder: Path, name: str, file: str) -> PartConfig:
+    """Read a file of the pipeline, with the values of keys that are needed and that it may lack."""
     if not (folder / file).is_file():
         remedy = "Give a complete diffusers Wan pipeline folder, a hub id, or `tiny`."
         raise ConfigError(f"{name}: no file {folder / file}. {remedy}")
-    return PartConfig(f"{name}/{file}", (left_out or {}) | read_json(folder / file))
+    values, part = read_json(folder / file), file.partition("/")[0]
+    is_network = part.startswith(("vae", "transformer"))
+    return PartConfig(f"{name}/{file}", filled(part, values) if is_network else values)
 
 
 def usual_for(folder: WanFolder) -> Usual:

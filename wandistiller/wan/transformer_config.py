@@ -1,13 +1,13 @@
 """The config of a Wan transformer."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Self
 
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """A config.json of diffusers' WanTransformer3DModel, checked by `checks.transformer_problems`."""
+    """A config.json of diffusers' WanTransformer3DModel, checked by `checks.part_problems`."""
 
     raw: dict[str, Any]
     """All of its keys."""
@@ -55,3 +55,7 @@ class TransformerConfig:
     @property
     def width(self) -> int:
         return self.num_attention_heads * self.attention_head_dim
+
+
+NEEDED = [f.name for f in fields(TransformerConfig) if f.default is MISSING and f.name != "raw"]
+"""Keys of a config.json without which the numbers here are not known."""

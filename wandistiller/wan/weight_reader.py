@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
-from wandistiller.wan.damaged import cure, fetch_again, missing, prefix_problem, unfinished
+from wandistiller.wan.damaged import AGAIN, cure, missing, unfinished
 
 DTYPES = {
     "F64": torch.float64,
@@ -66,22 +66,22 @@ class WeightReader:
         self.nonzero: set[str] = set()
         """Those of them in which a number other than 0 was seen."""
         self.stored: dict[str, Stored] = {}
-        self.index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
+        index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
         # of both, transformers 5 takes the single file and diffusers 0.42 the index
-        is_sharded = self.index.is_file() and not (stem != DIFFUSERS_STEM and single.is_file())
-        weight_map = _weight_map(self.index) if is_sharded else {}
+        is_sharded = index.is_file() and not (stem != DIFFUSERS_STEM and single.is_file())
+        weight_map = _weight_map(index) if is_sharded else {}
         files = sorted({folder / name for name in weight_map.values()} or {single})
-        if problems := unfinished(folder, [self.index.name, *(file.name for file in files)]):
+        if problems := unfinished(folder, [index.name, *(file.name for file in files)]):
             raise ConfigError(*problems)
         headers: dict[str, dict[str, Stored]] = {}
         for file in files:
             try:
                 headers[file.name] = _header(file) if file.is_file() else {}
             except ValueError as error:
-                problems.append(f"{file}: {cure(file) or f'{error} {fetch_again(file)}'}")
+                problems.append(f"{file}: {cure(file) or f'{error} {AGAIN}'}")
             if not file.is_file():
                 problems.append(f"{file}: {missing(file)}")
-        if problems := problems or _index_problems(self.index, weight_map, headers):
+        if problems := problems or _index_problems(index, weight_map, headers):
             raise ConfigError(*problems)
         for file, header in headers.items():  # of a tensor in two files, the one that the index names
             self.stored |= {name: t for name, t in header.items() if weight_map.get(name, file) == file}
@@ -90,9 +90,6 @@ class WeightReader:
         """List the tensors that are missing, unexpected, or of another shape than the config's model has."""
         missing, extra = expected.keys() - self.stored.keys(), self.stored.keys() - expected.keys()
         extra = {name for name in extra if not any(part in name for part in ignored or ())}
-        if prefix := self._prefix(expected):
-            files = sorted({tensor.file for tensor in self.stored.values()})
-            return [prefix_problem(self.folder, files, prefix, self.index)]
         problems = []
         for what, names in (("missing", missing), ("not known to this model", extra)):
             if names:
@@ -100,7 +97,8 @@ class WeightReader:
                 more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
                 problems.append(
                     f"{self.folder}: {len(names)} tensor(s) {what}: {shown}{more}. Its config.json and its "
-                    "weights do not belong together. Fetch the folder again."
+                    "weights do not belong together, or they are of a wrapped model, of which the network "
+                    "itself must be saved. Fetch the folder again."
                 )
         for name in sorted(expected.keys() & self.stored.keys()):
             stored, shape = self.stored[name], expected[name]
@@ -108,12 +106,6 @@ class WeightReader:
                 shapes = f"has the shape {list(stored.shape)}; config.json asks for {list(shape)}"
                 problems.append(f"{stored.file}: tensor `{name}` {shapes}. Fetch the folder again.")
         return problems
-
-    def _prefix(self, expected: Iterable[str]) -> str:
-        """Return what stands before the name of every expected tensor; "" if nothing does."""
-        first = min(expected, default="")
-        ends = (name.removesuffix(first) for name in self.stored if name.endswith(f".{first}"))
-        return next((p for p in ends if all(p + name in self.stored for name in expected)), "")
 
     def read(self, name: str, out: Tensor, first: int = 0) -> None:
         """Fill `out` with the elements from `first` on of a tensor's row-major order, converted to its dtype.
@@ -210,7 +202,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     ):
         return files
     remedy = "must name a file of its folder for each tensor."
-    raise ConfigError(f"{index}: `weight_map` {remedy} {fetch_again(index)}")
+    raise ConfigError(f"{index}: `weight_map` {remedy} {AGAIN}")
 
 
 def _index_problems(
@@ -223,12 +215,13 @@ def _index_problems(
         remedy = 'Write "metadata": {} into it; diffusers and transformers read no index without.'
         return [f"{index}: `metadata` is missing, or no object. {remedy}"]
     lost = [(name, file) for name, file in weight_map.items() if name not in headers[file]]
-    remedy = f"which lacks it. {fetch_again(index)}"
-    problems = [f"{index}: it lists `{name}` in {file}, {remedy}" for name, file in lost[:NAMED]]
+    problems = [
+        f"{index}: it lists `{name}` in {file}, which lacks it. {AGAIN}" for name, file in lost[:NAMED]
+    ]
     stored = {name for header in headers.values() for name in header}
     if not problems and (number := len(stored - weight_map.keys())):
         names = f"it names {len(stored) - number} of the {len(stored)} tensors in its files"
-        problems.append(f"{index}: {names}. {fetch_again(index)}")
+        problems.append(f"{index}: {names}. {AGAIN}")
     return problems
 
 

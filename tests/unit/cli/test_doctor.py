@@ -1,7 +1,5 @@
 """Lines of `wandistiller doctor` about a machine."""
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ from ranks import ROOT, has_async_io, wandistiller
 
 from wandistiller.cli.doctor import built, cuda_compiler, differences, slow_bf16
 from wandistiller.engine.nvcc import HEADERS
-from wandistiller.planner.hardware_rates import CPU_ONLY, override_rates
 
 
 def test_doctor_names_versions_builds_and_memory() -> None:
@@ -24,16 +21,9 @@ def test_doctor_names_versions_builds_and_memory() -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_communicate_and_measure_the_planner_s_rates() -> None:
-    output = wandistiller("doctor", "--measure", ranks=2).stdout
+def test_two_ranks_communicate() -> None:
+    output = wandistiller("doctor", ranks=2).stdout
     assert "ranks      2, at most 2 a node; gloo, sum over them right" in output and "differs" not in output
-    (line,) = [line for line in output.splitlines() if line.startswith("rates ")]
-    for unit in ("operations/s a rank", "GB/s of CPU memory", "GB/s of disk", "GB/s between ranks of a node"):
-        assert f" {unit}" in line
-    rates = json.loads(re.search("--rates '(.*)'", output)[1])
-    assert set(rates) == {"tflops", "cpu_tflops", "memory", "disk", "link"}
-    assert rates["cpu_tflops"] == pytest.approx(2 * rates["tflops"], rel=0.02)  # a node has both ranks
-    assert override_rates(CPU_ONLY, rates).link == rates["link"]
 
 
 class OnGpu(AsyncIOBuilder):

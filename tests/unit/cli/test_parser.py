@@ -44,11 +44,12 @@ def test_the_help_has_a_word_for_each_value_and_a_text_for_each_flag(
     assert all(re.match(r"[^-]", explanation) for _, explanation in flags)
 
 
-def test_the_help_of_plan_says_that_its_exit_code_is_not_whether_the_run_fits(
+def test_the_help_of_plan_says_that_its_exit_code_is_whether_the_run_fits(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = " ".join(help_of("plan", capsys).split())
-    assert text.endswith("not that the run fits: `train --dry_run` ends with 2 where it would be refused.")
+    words = "Exit code 0: it fits, or the recipe that `--recommend` wrote does."
+    assert text.endswith(f"{words} 2: it does not, or the input is wrong.")
 
 
 def test_the_help_of_train_names_every_default(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,3 +36,18 @@ def test_a_student_is_drawn_in_the_size_of_its_training_and_another_pipeline_in_
     usual = usual_for(model.folder)
     found = settings.height, settings.width, settings.num_frames
     assert found == (size or (usual.height, usual.width, 1))
+
+
+def test_clips_of_a_first_frame_have_the_least_number_of_frames_where_no_training_says_another(
+    tmp_path: Path,
+) -> None:
+    given = [
+        "sample",
+        "--model",
+        "tiny-i2v",
+        "--prompts",
+        "tiny-i2v:held_out",
+        "--output",
+        str(tmp_path / "o"),
+    ]
+    assert read_sampling(read(given)[1])[2].num_frames == 5

@@ -50,11 +50,6 @@ def test_adapters_of_another_rank_are_refused_with_what_they_would_cost(tmp_path
     ]
 
 
-def test_a_misspelt_key_in_a_later_stage_is_named(tmp_path: Path, wan2: Path) -> None:
-    with pytest.raises(ConfigError, match="stage s1: recipe: `lora.rnk` is 4. Unknown key"):
-        bases(tmp_path, wan2, {"rank": 8}, {"rnk": 4})
-
-
 def test_adapters_go_on_under_another_name_of_the_same_teacher(tmp_path: Path, wan2: Path) -> None:
     _, later = jobs(tmp_path, wan2, {"rank": 8}, {"rank": 8})
     elsewhere = replace(later.start, facts=replace(later.start.facts, teacher_path="org/wan"))
@@ -63,7 +58,7 @@ def test_adapters_go_on_under_another_name_of_the_same_teacher(tmp_path: Path, w
 
 
 def test_what_adapters_begin_with_is_said_once(tmp_path: Path, wan2: Path) -> None:
-    file = str(style(wan2, tmp_path / "style.safetensors", "to_q"))
+    file = f"both={style(wan2, tmp_path / 'style.safetensors', 'to_q')}"
     _, later = jobs(tmp_path, wan2, {"rank": 8, "start": file}, {"rank": 8, "start": file})
     assert other_adapters(later) == []  # they begin with the stage before, and that with the file
     (problem,) = other_adapters(replace(later, previous=None))

@@ -33,11 +33,6 @@ def critic(folder: Path, kind: str, params: dict[str, Any], **objective: Any) ->
             CYCLE | {"cycle_first_step_size": 50, "cycle_second_step_size": 20, "decay_step_size": 10},
             {"cycle_first_step_size": 257, "cycle_second_step_size": 100, "decay_step_size": 50},
         ),
-        (
-            "OneCycle",
-            CYCLE | {"cycle_first_step_size": 50, "cycle_first_stair_count": 4},
-            {"cycle_first_step_size": 257, "cycle_second_step_size": 250, "cycle_first_stair_count": 4},
-        ),
         ("OneCycle", CYCLE, {"cycle_first_step_size": 10_007, "cycle_second_step_size": 10_000}),
         ("LRRangeTest", RANGE | {"lr_range_test_step_size": 30}, {"lr_range_test_step_size": 150}),
         ("LRRangeTest", RANGE, {"lr_range_test_step_size": 10_000}),

@@ -1,17 +1,29 @@
 """A run that does not go on from a checkpoint is told in words what was other."""
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from recipes import recipe
 
 from wandistiller.checkpoint.difference import OTHERWISE, in_words
 from wandistiller.checkpoint.loading import FORMAT, STATE
 from wandistiller.checkpoint.resume import changed_keys
+from wandistiller.config.identity import inputs
+from wandistiller.config.run_config import RunConfig
+from wandistiller.config.validate import read_job
 from wandistiller.utils.errors import ConfigError
 
-RUN = {"teacher_path": "wan", "data_path": "p.txt", "height": 32, "student_config": {"num_layers": 2}}
+RUN = {
+    "teacher_path": "wan",
+    "data_path": "p.txt",
+    "height": 32,
+    "student_config": {"num_layers": 2},
+    "guidance_scale_2": 3.0,
+}
 IDENTITY = {
     "teacher": "0a",
     "student": "0b",
@@ -22,7 +34,14 @@ IDENTITY = {
     "scheduler": None,
 }
 FILES = {"teacher": {"transformer/config.json": "2 x", "transformer/a.safetensors": "9 y"}}
-SAVED = {"identity": IDENTITY, "run": RUN, "files": FILES, "facts": {"before": ["velocity: 3 steps"]}}
+INPUTS = {"teacher_dtype": "bfloat16", "torch_autocast": None, "vae": "0d", "text_encoder": "0e"}
+SAVED = {
+    "identity": IDENTITY,
+    "inputs": INPUTS,
+    "run": RUN,
+    "files": FILES,
+    "facts": {"before": ["velocity: 3 steps"]},
+}
 
 
 def with_run(**changes: Any) -> dict[str, Any]:
@@ -38,11 +57,7 @@ def with_identity(**changes: Any) -> dict[str, Any]:
     [
         ("seed", with_identity(seed=7), "0, now 7"),
         ("ema", with_identity(ema=0.9), "not given, now 0.9"),
-        (
-            "guidance",
-            with_identity(guidance=[4.0, 2.5, "ugly"]),
-            "`guidance.guidance_scale_2` was 3.0, now 2.5",
-        ),
+        ("guidance", with_run(guidance_scale_2=2.5), "`guidance_scale_2` was 3.0, now 2.5"),
         (
             "optimizer",
             with_identity(optimizer={"type": "AdamW", "params": {"lr": 0.002, "eps": 1e-8}}),
@@ -68,7 +83,9 @@ def with_identity(**changes: Any) -> dict[str, Any]:
             SAVED | {"files": {"teacher": FILES["teacher"] | {"transformer/a.safetensors": "9 z"}}},
             "not as they were: transformer/a.safetensors",
         ),
-        ("teacher", {key: SAVED[key] for key in ("identity", "run")}, "its files are not as they were"),
+        ("teacher", SAVED | {"files": {"teacher": {}}}, "its files are not as they were"),
+        ("vae", SAVED, "its files are not as they were"),
+        ("text_encoder", with_run(teacher_path="other"), '`teacher_path` was "wan", now "other"'),
     ],
 )
 def test_what_was_other_is_said_with_both_values(key: str, now: dict[str, Any], words: str) -> None:
@@ -91,12 +108,40 @@ def test_every_difference_is_told_the_one_flag_that_allows_all(
     assert all("or --allow_changed data shift to go on all the same." in problem for problem in problems)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("teacher_dtype", "float32", '"bfloat16", now "float32"'),
+        ("torch_autocast", {"enabled": True}, "`torch_autocast.enabled` was not given, now true"),
+        ("vae", "1d", "its files are not as they were"),
+        ("text_encoder", "1e", "its files are not as they were"),
+    ],
+)
+def test_another_input_is_refused_but_not_of_a_checkpoint_that_has_none(
+    tmp_path: Path, key: str, value: Any, words: str
+) -> None:
+    now = SAVED | {"inputs": INPUTS | {key: value}}
+    (tmp_path / STATE).write_text(json.dumps(SAVED | {"format": FORMAT}))
+    with pytest.raises(ConfigError, match=f"another {key}: {re.escape(words)}. .* --allow_changed {key} to"):
+        changed_keys(tmp_path, now, [])
+    assert changed_keys(tmp_path, now, [key]) == {key}
+    before = {name: part for name, part in SAVED.items() if name != "inputs"}
+    (tmp_path / STATE).write_text(json.dumps(before | {"format": FORMAT}))
+    assert changed_keys(tmp_path, now, []) == set()
+
+
+def test_a_part_that_was_replaced_in_place_is_another_input(
+    wan1: Path, copy_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    wan = copy_of(wan1, weights=True)
+    before = inputs(read_job(RunConfig(**recipe(tmp_path, wan, output_dir="out")), 1, here=False))
+    for part, key in {"vae": "vae", "tokenizer": "text_encoder"}.items():
+        (wan / part / "more.txt").write_text("x")
+        now = inputs(read_job(RunConfig(**recipe(tmp_path, wan, output_dir="out")), 1, here=False))
+        assert {name for name in now if now[name] != before[name]} == {key}
+        before = now
+
+
 def test_no_flag_is_told_where_one_difference_cannot_be_allowed(tmp_path: Path) -> None:
     problems = refused(tmp_path, [], student="1b", seed=7)
     assert len(problems) == 2 and not any("--allow_changed" in problem for problem in problems)
-
-
-def test_a_checkpoint_from_before_adam_s_decay_was_written_out_is_of_the_same_run(tmp_path: Path) -> None:
-    (tmp_path / STATE).write_text(json.dumps(SAVED | {"format": FORMAT}))
-    optimizer = IDENTITY["optimizer"] | {"params": IDENTITY["optimizer"]["params"] | {"weight_decay": 0.0}}
-    assert changed_keys(tmp_path, with_identity(optimizer=optimizer), []) == set()

@@ -36,7 +36,7 @@ def test_everything_wrong_in_every_file_is_reported_at_once(errors: Callable[[Ca
 def test_all_that_does_not_go_together_is_reported_at_once(
     errors: Callable[[Case], list[str]],
 ) -> None:
-    misfits = {"height": 100, "expert_blocks": 3, "frozen": ["block.0"], "cache_dir": "/proc/cache"}
+    misfits = {"height": 100, "frozen": ["block.0"], "cache_dir": "/proc/cache"}
     assert len(errors(Case("", (), recipe=misfits))) == len(misfits)
 
 

@@ -51,13 +51,6 @@ def read(file: Path) -> dict[str, Any] | None:
 
 
 @fuzz(300)
-@given(raw=st.binary(max_size=200))
-def test_any_bytes_are_an_object_or_refused_by_name(tmp_path: Path, raw: bytes) -> None:
-    (tmp_path / "x.json").write_bytes(raw)
-    assert isinstance(read(tmp_path / "x.json"), dict | None)
-
-
-@fuzz(300)
 @given(
     values=st.dictionaries(st.text(max_size=5), VALUES, max_size=4),
     place=st.integers(0),

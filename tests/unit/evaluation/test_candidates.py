@@ -36,7 +36,7 @@ def change_in(file: Path) -> Tensor:
 
 
 def changes(folder: WanFolder) -> list[Tensor]:
-    found = (added_changes(folder.added, expert)[LAYER] for expert in Expert)
+    found = (added_changes(folder.added, folder.config, expert)[LAYER] for expert in Expert)
     return [b @ a for a, b in found]
 
 
@@ -45,12 +45,6 @@ def test_each_of_two_experts_takes_the_file_of_its_name(name: str, wan2: Path, t
     files = pair(wan2, tmp_path, name)
     found = changes(read_candidate(str(wan2), [str(file) for file in files]).folder)
     torch.testing.assert_close(found, [change_in(file) for file in files])
-
-
-def test_what_is_said_goes_before_the_name(wan2: Path, tmp_path: Path) -> None:
-    high, low = pair(wan2, tmp_path, "lora_{}_fp16")
-    found = changes(read_candidate(str(wan2), [f"low_noise={high}", f"high_noise={low}"]).folder)
-    torch.testing.assert_close(found, [change_in(low), change_in(high)])
 
 
 def test_a_folder_of_two_files_for_diffusers_is_added_file_by_expert_with_its_facts(
@@ -66,28 +60,11 @@ def test_a_folder_of_two_files_for_diffusers_is_added_file_by_expert_with_its_fa
         assert candidate.trained and candidate.trained.steps == 2
 
 
-@pytest.mark.parametrize("sides", [("h_style", "l_style"), ("style_hn", "style_ln"), ("Xhighy", "Xlowy")])
-def test_names_that_differ_as_those_of_experts_and_do_not_say_it_are_refused(
-    sides: tuple[str, str], wan2: Path, tmp_path: Path
-) -> None:
-    files = [str(style(wan2, tmp_path / f"{side}.safetensors", "to_q")) for side in sides]
-    with pytest.raises(ConfigError, match="Write high_noise=FILE, and the same with low_noise"):
-        _ = read_candidate(str(wan2), files).folder
-    assert len(read_candidate(str(wan2), [f"low_noise={files[0]}", files[1]]).folder.added) == 2
-
-
 def test_two_styles_are_added_to_both_experts(wan2: Path, tmp_path: Path) -> None:
     files = [style(wan2, tmp_path / f"{n}.safetensors", "to_q", seed=i) for i, n in enumerate("ab")]
     wanted = sum(change_in(file) for file in files)
-    found = changes(read_candidate(str(wan2), [str(file) for file in files]).folder)
+    found = changes(read_candidate(str(wan2), [f"both={file}" for file in files]).folder)
     torch.testing.assert_close(found, [wanted, wanted])
-
-
-def test_the_files_of_two_experts_are_refused_for_one_network(wan1: Path, tmp_path: Path) -> None:
-    files = [str(file) for file in pair(wan1, tmp_path, "lora_{}_fp16")]
-    with pytest.raises(ConfigError, match="and here is one network. Give one"):
-        _ = read_candidate(str(wan1), files).folder
-    assert len(read_candidate(str(wan1), files[:1]).folder.added) == 1
 
 
 @pytest.mark.parametrize(("base", "strange"), [("transformer", False), ("transformer_2", True)])
@@ -109,7 +86,7 @@ def test_the_file_of_one_network_may_be_said_for_one_of_two(wan2: Path, tmp_path
     facts = {"wandistiller": json.dumps({"bases": ["transformer_2"]})}
     file = style(wan2, tmp_path / "lora.safetensors", "to_q", metadata=facts)
     folder = read_candidate(str(wan2), [f"high_noise={file}"]).folder
-    assert len(folder.configs) == 2 and not added_changes(folder.added, Expert.LOW_NOISE)
+    assert len(folder.configs) == 2 and not added_changes(folder.added, folder.config, Expert.LOW_NOISE)
 
 
 @pytest.mark.parametrize(
@@ -147,23 +124,6 @@ def test_of_a_run_s_folder_only_the_files_that_it_ended_with_are_taken(
     assert [file.name for file in adapters_of(tmp_path)] == names
 
 
-def test_a_file_in_a_folder_whose_name_has_an_equals_sign_is_for_the_expert_that_is_said(
-    wan2: Path, tmp_path: Path
-) -> None:
-    file = style(wan2, tmp_path / "lr=1e-4" / "a.safetensors", "to_q")
-    assert read_candidate(str(wan2), [f"low_noise={file}"]).files == [("low_noise", str(file))]
-
-
-def test_beside_a_student_of_one_expert_alone_a_file_of_the_other_is_refused(
-    wan2: Path, tmp_path: Path
-) -> None:
-    made = {"teacher_path": str(wan2), "bases": ["transformer_2"]}
-    own = style(wan2, tmp_path / "own.safetensors", "to_q", metadata={"wandistiller": json.dumps(made)})
-    other = style(wan2, tmp_path / "other.safetensors", "to_q")
-    with pytest.raises(ConfigError, match=f"low-noise expert alone, which .* Leave {other} out"):
-        _ = read_candidate(str(wan2), [str(own), f"high_noise={other}"]).folder
-
-
 def test_a_student_on_the_hub_is_sampled_as_its_run_says(
     wan1: Path, copy_of: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,3 +154,17 @@ def test_one_file_as_a_pipeline_is_refused_with_the_flag_that_takes_it(wan1: Pat
     file = style(wan1, tmp_path / "lora.safetensors", "to_q")
     with pytest.raises(ConfigError, match="is one file, not a pipeline. Give a LoRA by --lora"):
         read_candidate(str(file))
+
+
+def test_a_lora_that_is_named_by_nothing_or_twice_is_refused(wan1: Path, tmp_path: Path) -> None:
+    file = str(style(wan1, tmp_path / "lora.safetensors", "to_q"))
+    for words, text in ((["", file], "file"), ([file, file], f"{file} is given twice. Give it once")):
+        with pytest.raises(ConfigError, match=text):
+            read_candidate(str(wan1), words)
+
+
+def test_a_run_without_adapters_is_no_lora(wan1: Path, tmp_path: Path) -> None:
+    (tmp_path / "run" / "resolved").mkdir(parents=True)
+    (tmp_path / "run" / "resolved" / "run.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is a run of a whole model, not of adapters. Give it as"):
+        read_candidate(str(wan1), [str(tmp_path / "run")])

@@ -236,13 +236,6 @@ def test_a_bfloat16_file_opens_with_the_config_beside_its_card(wan1: Path, tmp_p
             assert torch.equal(value, model.get_parameter(name).to(value.dtype)), name
 
 
-def test_eight_bits_are_for_comfyui_alone(teacher: WanFolder, tmp_path: Path) -> None:
-    write_original_card(tmp_path, about(teacher, tmp_path), "", ["w.safetensors"], True, "w.card")
-    text = (tmp_path / "README.md").read_text()
-    assert "`models/diffusion_models`" in text and ".scale_weight" in text and "from_single_file" not in text
-    assert "opens the file\nwithout an error, ignores the scales and draws nonsense" in text
-
-
 def of_two_experts(teacher: WanFolder, run: Path, **more: Any) -> Source:
     two = {"experts": ["transformer", "transformer_2"], "boundary": 0.875, "shift": 12.0, "steps": 40}
     return about(teacher, run, **two | more)
@@ -255,13 +248,26 @@ def test_cards_of_two_experts_name_boundary_shift_and_the_step_where_the_experts
     source, files = of_two_experts(teacher, tmp_path), ["high.safetensors", "low.safetensors"]
     write_original_card(tmp_path, source, "", files, False, "w.card")
     text = (tmp_path / "README.md").read_text()
-    assert "from 0.875 up" in text and "shift 12.0" in text and text.count("start_at_step 26") == 1
+    assert "from 0.875 up" in text and "shift 12 |" in text and text.count("start_at_step 26") == 1
     assert "end_at_step 26, return_with_leftover_noise enable" in text and "3 of 4, 6 of 8, 13 of 20" in text
     write_adapter_card(tmp_path, source, "", "Rank 4", files, comfy="w.card")
     text = (tmp_path / "README.md").read_text()
     assert "end_at_step 26" in text
-    assert "two ModelSamplingSD3, one after each LoraLoaderModelOnly | shift 12.0" in text
-    assert 'load_lora_weights(".", weight_name="high.safetensors")' in text and "THIS_FOLDER" not in text
+    assert "two ModelSamplingSD3, one after each LoraLoaderModelOnly | shift 12 |" in text
+    assert 'load_lora_weights("FOLDER_OF_THE_FILES", weight_name="high.safetensors")' in text
+
+
+def test_numbers_of_a_card_have_no_digits_of_rounding(teacher: WanFolder, tmp_path: Path) -> None:
+    """4 s / (s + 3) is 1.75 at s = 7 / 3, and ends at a quarter of that."""
+    few = {"shift": 2.3333333333, "steps": 4, "few_steps": [1.0, 0.875, 0.7, 0.4375], "sampler": "euler"}
+    source = of_two_experts(teacher, tmp_path, boundary=0.9374362528324127, **few)
+    write_adapter_card(
+        tmp_path, source, "", "Rank 4", ["high.safetensors", "low.safetensors"], comfy="w.card"
+    )
+    text = (tmp_path / "README.md").read_text().partition("How it was made")[0]
+    assert "num_train_timesteps=1000, shift=1.75, shift_terminal=0.4375)" in text
+    assert "timestep shift 2.33333." in text and "shift 2.33333 |" in text
+    assert "boundary_ratio=0.9374362528)" in text
 
 
 @pytest.mark.parametrize("boundary", [0.875, 0.9])

@@ -7,25 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from constant_teacher import BATCH
+from constant_teacher import BATCH, answered, losses
 from deepspeed.utils import safe_get_full_grad
 from engines import batch_for, engine, teacher_of
 from small_wan import small_transformer
 from states import state
 from torch import Tensor
 
-from wandistiller.batch import NOISED, Batch, Prediction
+from wandistiller.batch import NOISED, STUDENT, Batch, Prediction
 from wandistiller.experts import Expert
 from wandistiller.flow import FlowSchedule
-from wandistiller.objectives.base import Networks
 from wandistiller.objectives.consistency import Consistency
 from wandistiller.objectives.objective import Objective
+from wandistiller.objectives.script import TEACHER, Ask, played
 from wandistiller.objectives.velocity import VelocityMatching
 from wandistiller.student.learner import Learner
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import transformer
 
-SCHEDULE = FlowSchedule(shift=1, boundary=None, seed=0, global_batch=4)
+SCHEDULE = FlowSchedule(shift=1, boundary=None, seed=0)
 SIGMA_B = torch.tensor([1.0, 0.75, 0.4, 0.05])
 Velocity = Callable[[Tensor, Tensor], Tensor]
 
@@ -42,10 +42,10 @@ def loss(teacher: Velocity, student: Velocity, schedule: FlowSchedule = SCHEDULE
     def of(velocity: Velocity, given: Batch) -> Tensor:
         return velocity(given.x_t_BCFHW, given.sigma_B.double().view(-1, 1, 1, 1, 1))
 
-    target = term.target(
-        Prediction(of(teacher, batch)), batch, Networks(lambda given: of(student, given)), schedule
-    )
-    return term.loss(Prediction(of(student, batch)), target, batch)
+    velocities = {TEACHER: teacher, STUDENT: student}
+    networks = {role: lambda ask: Prediction(of(velocities[ask.role], ask.state)) for role in velocities}
+    script = term.script(STUDENT, {NOISED: batch}, schedule)
+    return answered(script, networks, lambda given: Prediction(of(student, given))).rows_TB[0]
 
 
 POINT = 0.3
@@ -97,19 +97,18 @@ def test_the_flow_map_of_a_gaussian_is_the_fixed_point_up_to_the_square_of_the_t
 
 
 def test_the_target_is_the_mean_of_the_teacher_s_step_and_the_student_s_rest_of_the_segment() -> None:
-    asked = []
-
-    def ask(batch: Batch) -> Tensor:
-        asked.append(batch)
-        return torch.full_like(batch.x_t_BCFHW, 4.0)
-
     batch = replace(BATCH, x_t_BCFHW=torch.ones_like(BATCH.x_t_BCFHW), sigma_B=torch.tensor([0.75, 0.2]))
-    teacher = Prediction(torch.full_like(BATCH.x_t_BCFHW, 1.0))
-    target = Consistency(intervals=4).target(teacher, batch, Networks(ask), SCHEDULE)
+    asked, velocities = [], {TEACHER: 1.0, STUDENT: 4.0}
+
+    def answer(ask: Ask) -> Prediction:
+        asked.append(ask.state)
+        return Prediction(torch.full_like(BATCH.x_t_BCFHW, velocities[ask.role]))
+
+    target = played(Consistency(intervals=4).target(batch, SCHEDULE), answer)
     # from 0.75 to 0.5, a third of the way to 0: 1/3 + 2/3 x 4; from 0.2 to 0: the teacher's alone
     assert target.v_BCFHW[:, 0, 0, 0, 0].tolist() == pytest.approx([3.0, 1.0])
-    assert asked[0].x_t_BCFHW[:, 0, 0, 0, 0].tolist() == pytest.approx([0.75, 0.8])
-    assert asked[0].sigma_B.tolist() == [0.5, 0.0]
+    assert asked[1].x_t_BCFHW[:, 0, 0, 0, 0].tolist() == pytest.approx([0.75, 0.8])
+    assert asked[0] is batch and asked[1].sigma_B.tolist() == [0.5, 0.0]
 
 
 def test_segments_end_at_the_next_noise_level_of_the_sampler_and_at_the_hand_over() -> None:
@@ -129,7 +128,7 @@ def test_continuous_divides_the_gradient_by_its_size() -> None:
     """The residual is 3 everywhere, the share of the step a = 0.01 / 0.5: 2 x 3 / (3 + 0.1 a) / elements."""
     batch, term = states(torch.tensor([0.5])), Consistency(intervals="continuous")
     zero = torch.zeros_like(batch.x_t_BCFHW)
-    target = term.target(Prediction(zero), batch, Networks(lambda given: zero), SCHEDULE)
+    target = played(term.target(batch, SCHEDULE), lambda _: Prediction(zero))
     v = torch.full_like(zero, 3.0).requires_grad_()
     (loss_1,) = term.loss(Prediction(v), target, batch)
     (gradient,) = torch.autograd.grad(loss_1, v)
@@ -146,18 +145,15 @@ def test_gradients_are_those_of_plain_autograd_in_every_stage(wan1: Path, stage:
     def plain(given: Batch) -> Tensor:
         return transformer.velocity(model, given)
 
-    def total(ask: Callable[[Batch], Tensor], v_BCFHW: Callable[[], Tensor]) -> Tensor:
-        (predicted,) = objective.predictions(teacher, [{NOISED: batch}])
-        networks = Networks(ask)
-        targets = objective.targets(predicted, {NOISED: batch}, networks, SCHEDULE)
-        predicted = {NOISED: Prediction(v_BCFHW())}
-        loss_TB, _ = objective.losses(predicted, targets, {NOISED: batch}, networks)
+    def total(student: Callable[[Batch], Tensor]) -> Tensor:
+        networks = lambda given: Prediction(student(given)), torch.no_grad()(student)
+        loss_TB = losses(objective, teacher, networks[0], {NOISED: batch}, SCHEDULE, networks[1])
         return objective.total(loss_TB).mean()
 
-    total(plain, lambda: plain(batch)).backward()
+    total(plain).backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     student = Learner({Expert.HIGH_NOISE: small_transformer(5, 2)}, engine(zero_optimization=zero))
-    student.backward(Expert.HIGH_NOISE, total(student.velocity, lambda: student.velocity(batch)))
+    student.backward(Expert.HIGH_NOISE, total(student.velocity))
     for name, p in student.engine(Expert.HIGH_NOISE).module.named_parameters():
         torch.testing.assert_close(safe_get_full_grad(p), expected[name], rtol=1e-4, atol=1e-7)

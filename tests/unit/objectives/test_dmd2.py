@@ -1,12 +1,14 @@
 """DMD2 against scores of Gaussians, sums done by hand, and the sampler that the student is used with."""
 
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from constant_teacher import answered
 from diffusers import WanTransformer3DModel
 from engines import batch_for, loaded
 from small_wan import small_transformer
@@ -17,20 +19,21 @@ from wandistiller.batch import STUDENT, Conditioning, Prediction, State
 from wandistiller.engine.activation_checkpointing import CheckpointPolicy
 from wandistiller.experts import Expert
 from wandistiller.flow import FewSteps, FlowSchedule, clean
-from wandistiller.objectives.base import TEACHER, Networks
 from wandistiller.objectives.dmd2 import (
     CRITIC,
     RENOISED,
     Dmd2,
     Renoised,
     Rollout,
-    Target,
     drawn,
     heads_loss,
     renoised,
     simulated,
+    towards_teacher,
 )
 from wandistiller.objectives.objective import Objective
+from wandistiller.objectives.script import TEACHER, Loss, Slope, played
+from wandistiller.planner.passes import passes_of
 from wandistiller.student.blocks import Blocks
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import transformer
@@ -38,7 +41,7 @@ from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.sampling import denoise, few_steps
 
 SHAPE = (2, 1, 4, 4)
-SCHEDULE = FlowSchedule(3.0, None, seed=0, global_batch=8, few=FewSteps((1.0, 0.75)))
+SCHEDULE = FlowSchedule(3.0, None, seed=0, few=FewSteps((1.0, 0.75)))
 TEXT = Conditioning(torch.zeros(4, 1, 1))
 
 
@@ -58,26 +61,28 @@ def gaussian(mean: float, deviation: float) -> Callable[[State], Tensor]:
     return velocity
 
 
-class Critic:
-    """A critic whose velocity, and gradient in its input, are known."""
-
-    def __init__(self, velocity: Callable[[State], Tensor], slope: Callable[..., Tensor] | None = None):
-        self.velocity, self.slope = velocity, slope
-
-
 OF_TEACHER = gaussian(0.5, 0.3)
-NETWORKS = Networks(gaussian(0, 1))
 
 
-def target_of_samples(
+def gradient_at(at: Renoised, critic: Callable[[State], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The gradient at samples, where the teacher is `OF_TEACHER`, and its numbers."""
+    return towards_teacher(at, OF_TEACHER(at), critic(at))
+
+
+def update_of_student(
     term: Dmd2,
-    at: State,
+    batch: Rollout,
+    v_BCFHW: Tensor,
     critic: Callable[[State], Tensor],
-    slope: Callable[..., Tensor] | None = None,
-) -> Target:
-    """What the student is to match at samples, where the teacher is `OF_TEACHER`."""
-    judged = {TEACHER: OF_TEACHER(at), CRITIC: critic(at)}
-    return term.target_of_samples(at, judged, Networks(NETWORKS.student, {CRITIC: Critic(critic, slope)}))
+    slope: Callable[[Slope], Tensor] | None = None,
+) -> Loss:
+    """The student's update from a state at which its velocity is `v_BCFHW`."""
+    networks = {
+        role: lambda ask, v=v: Prediction(v(ask.state))
+        for role, v in ((TEACHER, OF_TEACHER), (CRITIC, critic))
+    }
+    script = term.script(STUDENT, {Dmd2.states: batch}, SCHEDULE)
+    return answered(script, networks, lambda _: Prediction(v_BCFHW), slope)
 
 
 def score(batch: State, mean: float, deviation: float) -> Tensor:
@@ -88,7 +93,7 @@ def score(batch: State, mean: float, deviation: float) -> Tensor:
 def test_the_gradient_of_gaussians_is_the_difference_of_their_scores() -> None:
     """x0 = (x + t^2 score) / (1 - t), so x0_critic - x0_teacher is t^2 / (1 - t) times the difference."""
     at = renoised(start(), keyed_normal((4, *SHAPE), "v"))
-    gradient = target_of_samples(Dmd2(), at, gaussian(-0.2, 0.8)).gradient_BCFHW
+    gradient, _ = gradient_at(at, gaussian(-0.2, 0.8))
     t = at.sigma_B.view(-1, 1, 1, 1, 1)
     difference = t**2 / (1 - t) * (score(at, -0.2, 0.8) - score(at, 0.5, 0.3))
     away = at.x0_BCFHW - (at.x_t_BCFHW + t**2 * score(at, 0.5, 0.3)) / (1 - t)
@@ -97,36 +102,27 @@ def test_the_gradient_of_gaussians_is_the_difference_of_their_scores() -> None:
 
 
 def test_where_critic_and_teacher_agree_there_is_nothing_to_learn() -> None:
-    batch, v = start(), keyed_normal((4, *SHAPE), "v")
-    at = renoised(batch, v)
-    target = target_of_samples(Dmd2(), at, OF_TEACHER)
-    assert Dmd2().loss(Prediction(v), target, batch).abs().max() == 0
-    assert target.numbers["cosine"].tolist() == pytest.approx([1.0] * 4)
-    assert target.numbers["gap"].max() == 0 and target.numbers["critic_lag"].abs().max() == 0
+    loss = update_of_student(Dmd2(), start(), keyed_normal((4, *SHAPE), "v"), OF_TEACHER)
+    assert loss.rows_TB.abs().max() == 0
+    assert loss.numbers["cosine"].tolist() == pytest.approx([1.0] * 4)
+    assert loss.numbers["gap"].max() == 0 and loss.numbers["critic_lag"].abs().max() == 0
 
 
 def test_a_longer_critic_is_apart_in_length_alone_and_a_perpendicular_one_has_no_cosine() -> None:
     at = renoised(start(), keyed_normal((4, *SHAPE), "v"))
     signs = torch.tensor([1.0, -1.0]).repeat(at.x_t_BCFHW.numel() // 2).view_as(at.x_t_BCFHW)
     for critic, cosine, gap in ((1.5, 1.0, 0.5), (-1.0, -1.0, 2.0), (signs, 0.0, math.sqrt(2))):
-        judged = {TEACHER: torch.full_like(signs, 3.0), CRITIC: torch.full_like(signs, 3.0) * critic}
-        numbers = Dmd2().target_of_samples(at, judged, NETWORKS).numbers
+        teacher_BCFHW = torch.full_like(signs, 3.0)
+        _, numbers = towards_teacher(at, teacher_BCFHW, teacher_BCFHW * critic)
         assert numbers["cosine"].tolist() == pytest.approx([cosine] * 4, abs=1e-6)
         assert numbers["gap"].tolist() == pytest.approx([gap] * 4)
 
 
 def test_the_loss_passes_the_difference_of_scores_to_the_samples() -> None:
     batch, v = start(), keyed_normal((4, *SHAPE), "v").requires_grad_()
-    objective, critic = Objective((Dmd2(),)), gaussian(-0.2, 0.8)
-    of = {Dmd2.states: Prediction(v)}
-
-    def judge(samples: list[State]) -> list[dict[str, Tensor]]:
-        return [{TEACHER: OF_TEACHER(at), CRITIC: critic(at)} for at in samples]
-
-    loss_TB, _ = objective.losses(of, [None], {Dmd2.states: batch}, NETWORKS, judge)
-    loss_TB.sum().backward()
-    at = renoised(batch, v.detach())
-    gradient = target_of_samples(Dmd2(), at, critic).gradient_BCFHW
+    critic = gaussian(-0.2, 0.8)
+    update_of_student(Dmd2(), batch, v, critic).rows_TB.sum().backward()
+    gradient, _ = gradient_at(renoised(batch, v.detach()), critic)
     numel = v[0].numel()  # x0 = x - sigma v, and the loss is a mean over a sample
     expected = -batch.sigma_B.view(-1, 1, 1, 1, 1) * gradient / numel
     torch.testing.assert_close(v.grad, expected)
@@ -136,7 +132,7 @@ def test_the_loss_passes_the_difference_of_scores_to_the_samples() -> None:
 @torch.no_grad()
 def test_simulated_states_are_those_of_the_sampler(wan1: Path, steps: int, sampler: str) -> None:
     model, few = loaded(wan1 / "transformer").eval(), few_steps(3.0, steps, None, sampler)
-    schedule = FlowSchedule(3.0, None, 0, 2, few=few)
+    schedule = FlowSchedule(3.0, None, 0, few=few)
     conditioning = batch_for(model).conditioning
 
     def velocity(batch: State) -> Tensor:
@@ -146,7 +142,7 @@ def test_simulated_states_are_those_of_the_sampler(wan1: Path, steps: int, sampl
     for step in range(12):
         batch = drawn(schedule, (16, 1, 4, 4), conditioning, [2 * step, 2 * step + 1], step)
         exits.add(batch.exit)
-        state = simulated(batch, velocity, few)
+        state = played(simulated(batch, few), lambda ask: Prediction(velocity(ask.state)))
         fresh = [keyed_normal((2, 16, 1, 4, 4), "after the exit")] * steps
         fresh[: len(batch.fresh)] = batch.fresh
         given = batch.x_t_BCFHW, conditioning, 40, few, fresh.__getitem__
@@ -224,8 +220,8 @@ def test_a_critic_s_lag_is_its_share_of_what_it_differs_from_the_teacher_whateve
     at = renoised(batch, batch.x_t_BCFHW - x0)
     exact, teacher = gaussian(-0.2, 0.8)(at), OF_TEACHER(at)
     assert (at.target_BCFHW - exact).square().mean() > 100 * (exact - teacher).square().mean()
-    target = target_of_samples(Dmd2(), at, lambda _: (exact - lag * teacher) / (1 - lag))
-    assert target.numbers["critic_lag"].mean().item() == pytest.approx(lag, abs=0.1)
+    _, numbers = gradient_at(at, lambda _: (exact - lag * teacher) / (1 - lag))
+    assert numbers["critic_lag"].mean().item() == pytest.approx(lag, abs=0.1)
 
 
 def test_a_hand_over_at_0_gives_the_plain_path_and_target() -> None:
@@ -237,20 +233,22 @@ def test_a_hand_over_at_0_gives_the_plain_path_and_target() -> None:
 
 def test_the_adversarial_gradient_is_that_of_softplus_by_autograd() -> None:
     """D(x_t) = mean of a x_t; the loss of a sample is gan softplus(-D), and ours a mean over its elements."""
-    a, batch = 3.0, renoised(start(), keyed_normal((4, *SHAPE), "v"))
+    a, batch, v = 3.0, start(), keyed_normal((4, *SHAPE), "v").requires_grad_()
 
-    def slope(at: State, value: Callable[[Prediction], Tensor]) -> Tensor:
-        x = at.x_t_BCFHW.detach().requires_grad_()
-        with torch.enable_grad():
-            logits = {0: (a * x).flatten(1)[..., None]}
-            return torch.autograd.grad(value(Prediction(x, logits)), x)[0]
+    def slope(asked: Slope) -> Tensor:
+        x = asked.state.x_t_BCFHW.detach().requires_grad_()
+        logits = {0: (a * x).flatten(1)[..., None]}
+        return torch.autograd.grad(asked.value(Prediction(x, logits)), x)[0]
 
-    found = target_of_samples(Dmd2(gan=0.03), batch, OF_TEACHER, slope).gradient_BCFHW
-    x0 = batch.x0_BCFHW.detach().requires_grad_()
-    t = batch.sigma_B.view(-1, 1, 1, 1, 1)
-    logit_B = a * ((1 - t) * x0 + t * start().renoise.x_t_BCFHW).flatten(1).mean(1)
+    update_of_student(Dmd2(gan=0.03), batch, v, OF_TEACHER, slope).rows_TB.sum().backward()
+    x0 = renoised(batch, v.detach()).x0_BCFHW.requires_grad_()
+    t = batch.renoise.sigma_B.view(-1, 1, 1, 1, 1)
+    logit_B = a * ((1 - t) * x0 + t * batch.renoise.x_t_BCFHW).flatten(1).mean(1)
     (wanted,) = torch.autograd.grad(torch.nn.functional.softplus(-logit_B).sum(), x0)
-    torch.testing.assert_close(found, 0.03 * x0[0].numel() * wanted, rtol=1e-4, atol=1e-6)
+    # x0 = x - sigma v; our loss is a mean over a sample's elements, which the gradient is times
+    torch.testing.assert_close(
+        v.grad, -batch.sigma_B.view(-1, 1, 1, 1, 1) * 0.03 * wanted, rtol=1e-4, atol=1e-8
+    )
 
 
 def test_the_heads_loss_of_a_blind_critic_is_two_log_two_and_falls_where_it_sees() -> None:
@@ -269,8 +267,13 @@ def test_calls_without_gradient_are_those_before_the_exits_of_the_trained_expert
     trained: Expert | None, mean_exit: float
 ) -> None:
     few = FewSteps((1.0, 0.95, 0.875, 0.7), 0.91)
-    schedule = FlowSchedule(7.0, 0.875, 0, 8, few=few, trained=trained)
-    assert Dmd2(critic_updates=5).student_calls(schedule) == 6 * mean_exit + 5
+    schedule = FlowSchedule(7.0, 0.875, 0, handover=0.875, few=few, trained=trained)
+    objective = Objective((Dmd2(),))
+    student, critic = (
+        statistics.mean(one.rolled_out for one in passes_of(objective, role, schedule))
+        for role in (STUDENT, CRITIC)
+    )
+    assert (student, critic) == (mean_exit, mean_exit + 1)
 
 
 def test_updates_of_a_head_start_come_before_those_of_the_first_step() -> None:

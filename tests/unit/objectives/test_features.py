@@ -4,24 +4,28 @@ from pathlib import Path
 
 import pytest
 import torch
-from constant_teacher import BATCH, X0, Constant, losses, targets
+from constant_teacher import BATCH, X0, Constant, losses
 from deepspeed.utils import safe_get_full_grad
 from diffusers import WanTransformer3DModel
 from engines import batch_for, engine, loaded, teacher_of
 from small_wan import small_transformer
 from torch import Tensor
 
-from wandistiller.batch import NOISED, Prediction
+from wandistiller.batch import NOISED, STUDENT, Prediction
 from wandistiller.experts import Expert
+from wandistiller.flow import FlowSchedule
 from wandistiller.objectives.feature import FeatureMatching
 from wandistiller.objectives.objective import Objective
 from wandistiller.objectives.registry import read_objective
+from wandistiller.objectives.script import TEACHER
 from wandistiller.student.config import lineage, read_student_config
 from wandistiller.student.learner import Learner
 from wandistiller.student.projections_and_heads import add_projections
 from wandistiller.teacher.base import Guidance, GuidedTeacher, Teacher
 from wandistiller.wan import pipeline, transformer
 from wandistiller.wan.transformer_config import TransformerConfig
+
+SCHEDULE = FlowSchedule(shift=3, boundary=None, seed=0, global_batch=2)
 
 
 def test_the_feature_loss_is_the_share_of_the_teacher_s_square_mean_over_blocks() -> None:
@@ -43,9 +47,10 @@ def test_blocks_are_matched_by_lineage_unless_the_teacher_s_are_given(settings: 
     assert FeatureMatching(**settings).for_student([1, 3, 5]).matched_blocks == pairs
 
 
-def test_the_target_has_the_hidden_states_of_the_matched_blocks_of_the_teacher() -> None:
+def test_the_teacher_is_asked_once_with_the_matched_blocks_for_both_terms_of_a_sum() -> None:
     objective = read_objective(["velocity", {"name": "feature", "blocks": [0, 2]}]).for_student([1, 3, 5])
-    assert sorted(targets(objective, Constant(1.0), {NOISED: BATCH})[0].features) == [1, 5]
+    (ask,) = next(objective.script(STUDENT, {NOISED: BATCH}, SCHEDULE))
+    assert (ask.role, ask.state, ask.blocks) == (TEACHER, BATCH, (1, 5))
 
 
 @pytest.mark.parametrize("layers", [1, 2, 4, 9, 40])
@@ -63,8 +68,8 @@ def test_an_unpruned_copy_of_the_teacher_has_no_feature_and_no_velocity_loss(wan
     batches = {NOISED: batch_for(model)}
     add_projections(model, range(4), TransformerConfig.of(model.config).width)
     student = Learner({Expert.HIGH_NOISE: model}, engine())
-    predictions = student.predict(batches)
-    assert losses(objective, predictions, targets(objective, teacher, batches), batches).count_nonzero() == 0
+    loss_TB = losses(objective, teacher, lambda _: student.predict(batches)[NOISED], batches)
+    assert loss_TB.count_nonzero() == 0
 
 
 def gradients(model: WanTransformer3DModel, objective: Objective, teacher: Teacher) -> dict[str, Tensor]:
@@ -74,10 +79,8 @@ def gradients(model: WanTransformer3DModel, objective: Objective, teacher: Teach
         project = model.feature_projections[str(k)]
         model.blocks[k].register_forward_hook(lambda *a, k=k, p=project: seen.update({k: p(a[-1])}))
     batch = batch_for(model)
-    batches = {NOISED: batch}
-    v_BCFHW = transformer.velocity(model, batch)
-    predictions = {NOISED: Prediction(v_BCFHW, seen)}
-    loss_TB = losses(objective, predictions, targets(objective, teacher, batches), batches)
+    prediction = Prediction(transformer.velocity(model, batch), seen)
+    loss_TB = losses(objective, teacher, lambda _: prediction, {NOISED: batch})
     objective.total(loss_TB).mean().backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
@@ -105,7 +108,7 @@ def test_gradients_of_projections_and_blocks_are_those_of_plain_autograd(
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     student = Learner({Expert.HIGH_NOISE: narrow()}, engine(zero_optimization=zero, **section))
     batches = {NOISED: batch_for(narrow())}
-    loss_TB = losses(objective, student.predict(batches), targets(objective, teacher, batches), batches)
+    loss_TB = losses(objective, teacher, lambda _: student.predict(batches)[NOISED], batches)
     student.backward(Expert.HIGH_NOISE, objective.total(loss_TB).mean())
     weights = student.engine(Expert.HIGH_NOISE).module.named_parameters()
     actual = {name: safe_get_full_grad(p) for name, p in weights}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from constant_teacher import BATCH, NOISE, Constant, losses, targets
+from constant_teacher import BATCH, NOISE, Constant, losses
 from states import state
 from torch import Tensor
 
@@ -153,9 +153,10 @@ def test_the_data_term_is_least_at_a_gaussian_data_set_s_closed_form_velocity(si
 
 def test_a_sum_weighs_its_terms() -> None:
     objective = read_objective([{"name": "velocity", "weight": 2}, {"name": "trajectory", "weight": 0.5}])
-    batches = {NOISED: BATCH, PATH: BATCH}
+    states = {NOISED: BATCH, PATH: replace(BATCH)}
     predictions = {NOISED: Prediction(constant(3.0, 1.0)), PATH: Prediction(constant(0.0, 2.0))}
-    loss_TB = losses(objective, predictions, targets(objective, Constant(1.0), batches), batches)
+    of_state = {id(state): predictions[kind] for kind, state in states.items()}
+    loss_TB = losses(objective, Constant(1.0), lambda state: of_state[id(state)], states)
     assert loss_TB.tolist() == [[4.0, 0.0], [4.0, 0.0]] and objective.total(loss_TB).tolist() == [10.0, 0.0]
 
 
@@ -196,10 +197,8 @@ def test_an_objective_reads_as_a_sum_of_what_differs_from_the_defaults(given: An
 @pytest.mark.parametrize("name", sorted({*OBJECTIVES} - {"dmd2"}))  # whose states are in test_dmd2.py
 def test_every_objective_works_with_its_defaults(name: str) -> None:
     objective = Objective((OBJECTIVES[name](),)).for_student([1, 3])
-    batches = {NOISED: BATCH, PATH: BATCH}
     prediction = Prediction(constant(3.0, 1.0), {0: torch.ones(2, 3, 2), 1: torch.ones(2, 3, 2)})
-    matched = targets(objective, Constant(1.0), batches)
-    loss_TB = losses(objective, dict.fromkeys(batches, prediction), matched, batches)
+    loss_TB = losses(objective, Constant(1.0), lambda _: prediction, {NOISED: BATCH, PATH: BATCH})
     assert loss_TB.shape == (1, 2) and torch.isfinite(loss_TB).all()
 
 

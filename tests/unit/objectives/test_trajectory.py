@@ -13,7 +13,7 @@ from wandistiller.flow import FlowSchedule, States
 from wandistiller.utils.keyed_random import keyed_normal
 
 STEPS_DOWN = torch.tensor([1.0, 0.9, 0.6, 0.2, 0.0])
-SCHEDULE = FlowSchedule(shift=5.0, boundary=0.875, seed=7, global_batch=4)
+SCHEDULE = FlowSchedule(shift=5.0, boundary=0.875, seed=7)
 
 
 def states(v: Tensor, x0: Tensor) -> Tensor:

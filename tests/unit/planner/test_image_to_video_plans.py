@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 from image_data import image_data
-from planned import EIGHT_80, plan_output, published_job
+from planned import EIGHT_80, RATES, plan_output, published_job
 from published_wan import IMAGE_TO_VIDEO
 from slow_cases import slow_but
 
-from wandistiller.planner.hardware_rates import default_rates
 from wandistiller.planner.peak_memory import plan
-from wandistiller.planner.step_time import StepTime
+from wandistiller.planner.time import Times
 
 FIVE = "Wan2.2-TI2V-5B"
 WANS = [FIVE, *(name.removeprefix("Wan-AI/").removesuffix("-Diffusers") for name in IMAGE_TO_VIDEO)]
@@ -40,12 +39,12 @@ def test_what_is_recommended_for_an_image_to_video_wan_fits(
 
 def test_first_frames_of_5b_cost_memory_and_time(published: Path, tmp_path: Path) -> None:
     """A time for each patch; a run of prompts alone has one for each sample."""
-    rates, found = default_rates(EIGHT_80.device_free), []
+    found = []
     for data in (str(published / "prompts.txt"), rows(tmp_path, FIVE)):
         run = published_job(published, EIGHT_80, FIVE, data_path=data, num_frames=81)
         steps = plan(run, EIGHT_80, coding=False)["train"].alternatives
         calls = steps["teacher"]["a call of the teacher"], steps["student"]["student's activations"]
-        found.append([*(b.transient for b in calls), StepTime(run, EIGHT_80, rates).floor()])
+        found.append([*(b.transient for b in calls), Times(run, EIGHT_80, RATES).step()])
     assert all(given > text for text, given in zip(*found, strict=True))
 
 

@@ -5,19 +5,16 @@ from pathlib import Path
 import pytest
 from image_data import image_data
 from markdown_pages import VIDEOS
-from planned import EIGHT_80, gpus, published_job
+from planned import EIGHT_80, published_job
 from published_wan import IMAGE_TO_VIDEO, PUBLISHED
 from ranks import ROOT
 from slow_cases import slow_but
 
 from wandistiller.cli.main import main
-from wandistiller.config.stages import read_jobs, runs_of
-from wandistiller.planner.disk import on_its_disk
-from wandistiller.planner.hardware_rates import default_rates
+from wandistiller.cli.plan_report import duration
 from wandistiller.planner.peak_memory import plan
 from wandistiller.planner.phase_peak import most
-from wandistiller.planner.resolve_auto import choices
-from wandistiller.planner.step_time import StepTime
+from wandistiller.planner.time import Times, usual_rates
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB
 
@@ -74,23 +71,6 @@ def test_a_shipped_recipe_fits_its_machine(
     assert "\nfits: " in output and "NOT fit" not in output and f" {batch} a step" in output
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CPU_MEMORY)
-def test_no_shipped_recipe_is_slower_than_the_fastest_jsons_that_fit(
-    published: Path, tmp_path: Path, name: str
-) -> None:
-    """Each of its stages by 3 % at most, on the recipe's machine."""
-    count, each = map(int, name.split("_")[0].split("x"))
-    machine, given = gpus(count, each, CPU_MEMORY[name]), read_json(FOLDER / f"{name}.json")
-    places = {"data_path": str(data_of(name, published, tmp_path)), "output_dir": f"{published}/out"}
-    places["teacher_path"] = f"{published}/{given['teacher_path']}"
-    rates = default_rates(machine.device_free)
-    for run in read_jobs(runs_of(given | places, {}, name), count):
-        fits = choices(run, on_its_disk(machine, run, None), keeps_sharing=False)
-        fastest = min(StepTime(choice.job, machine, rates).floor() for choice in fits)
-        assert StepTime(run, machine, rates).floor() < 1.03 * fastest
-
-
 def test_every_shipped_recipe_is_checked() -> None:
     assert {file.stem for file in FOLDER.iterdir()} == set(CPU_MEMORY)
 
@@ -100,6 +80,6 @@ def test_a_row_of_a_video_recipe_is_what_plan_computes(published: Path) -> None:
         given = read_json(FOLDER / f"{name}.json")
         wan = given["teacher_path"].removeprefix("Wan-AI/").removesuffix("-Diffusers")
         run = published_job(published, EIGHT_80, wan, **{k: v for k, v in given.items() if k not in PATHS})
-        takes, rates = most(plan(run, EIGHT_80)), default_rates(EIGHT_80.device_free)
-        step = StepTime(run, EIGHT_80, rates).floor()
-        assert row[-2:] == [f"{(takes.device + takes.transient) / GIB:.0f}", f"{step:.1f} s"]
+        takes = most(plan(run, EIGHT_80))
+        step = duration(Times(run, EIGHT_80, usual_rates(EIGHT_80)).step())
+        assert row[-2:] == [f"{(takes.device + takes.transient) / GIB:.0f}", step]

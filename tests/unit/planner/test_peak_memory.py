@@ -149,7 +149,7 @@ def test_clips_that_are_drawn_wait_on_the_cpu_in_8_bits_as_stills_and_as_small_a
 ) -> None:
     given = {"sample_prompts": [f"a circle {i}" for i in range(8)]}
     kept = plan(job(published, EIGHT_80, num_frames=81, **given), EIGHT_80)["draw"].kept
-    a_clip = 3 * (3 * 480 * 832 + 81 * 128 * 222)  # eight tiles, a gap of 6 and a margin of 90 in 1920
+    a_clip = 3 * (3 * 480 * 832 + 81 * 111 * 192)  # eight tiles, gaps of 6 and labels in 1920
     assert kept["clips that are drawn"] == Bytes(host=2 * 8 * a_clip)
     assert "clips that are drawn" not in plan(job(published, EIGHT_80, **given), EIGHT_80)["draw"].kept
 
@@ -293,7 +293,8 @@ def test_loras_added_to_a_teacher_are_in_cpu_memory_while_its_weights_are_read(
     down, up = torch.zeros(64, 5120, dtype=torch.bfloat16), torch.zeros(13824, 64, dtype=torch.bfloat16)
     layer = "transformer.blocks.0.ffn.net.0.proj"
     save_file({f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}, tmp_path / "style.safetensors")
-    given = {"teacher_lora": str(tmp_path / "style.safetensors"), "student_config": {}, "lora": {"rank": 4}}
+    style = f"both={tmp_path / 'style.safetensors'}"
+    given = {"teacher_lora": style, "student_config": {}, "lora": {"rank": 4}}
     run = job(published, ONE_24, teacher_deepspeed_config=f"ds_configs/teacher/{placement}.json", **given)
     phases = plan(run, ONE_24, coding=False)
     factors, weight = (64 * (5120 + 13824) * 4, 2 * 4 * 5120 * 13824)

@@ -14,9 +14,8 @@ from slow_cases import slow_but
 
 from wandistiller.cli.flags import PlanFlags
 from wandistiller.cli.main import main
-from wandistiller.cli.plan import _next_command, described
-from wandistiller.planner import hardware_rates
-from wandistiller.planner.hardware_rates import GPU, NAMED, default_rates, override_rates
+from wandistiller.cli.plan import described
+from wandistiller.cli.plan_verdict import next_command
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.peak_memory import activations, plan
 from wandistiller.utils.files import read_json
@@ -36,7 +35,7 @@ def test_a_machine_that_is_not_this_one_can_be_described(output: Callable[..., s
     text = output(machine, wan="Wan2.2-T2V-A14B")
     each = "each with 8 x 80 GiB of GPU memory, 2000 GiB of CPU memory, 900 GiB of disk"
     assert f"2 node(s), {each}; 16 rank(s)" in text
-    assert "fits: " in text and "a step takes at least" in text
+    assert "fits: " in text and "a step takes about" in text
 
 
 def test_activations_are_given_with_and_without_checkpointing_whatever_the_json_says(
@@ -54,30 +53,27 @@ def test_activations_are_given_with_and_without_checkpointing_whatever_the_json_
     assert both == tuple(planned)
     with_, without = (f"{n / GIB:.2f} GiB" for n in both)
     line = f"student's activations: {with_} with checkpointing (as its JSON says), {without} without\n"
-    assert line in output(MACHINE_24, "--deepspeed_config", file)
+    assert line in output(MACHINE_24, "--deepspeed_config", file, fits=False)
 
 
 def in_seconds(text: str) -> float:
     """The duration that a text begins with."""
     number, unit = text.split()[:2]
-    return float(number) * {"h": 3600, "min": 60, "s": 1}[unit.rstrip(";,")]
+    return float(number) * {"h": 3600, "min": 60, "s": 1, "ms": 1e-3}[unit.rstrip(";,")]
 
 
 def test_hours_prompts_and_cost_of_the_whole_run_follow_from_a_step(output: Callable[..., str]) -> None:
     """Two GPUs, 36,000 steps of 16 samples, 8 prompts with 2 rollouts each."""
     flags = "--price_per_gpu_hour 2.5 --max_steps 36000 --rollouts_per_prompt 2".split()
-    text = output("--gpus 2 --gpu_memory 80 --host_memory 500", *flags, wan="Wan2.1-T2V-1.3B")
-    before = ("a step takes at least ", "an estimate: at least ", "empty cache: at least ")
-    seconds, hours, early = (in_seconds(text.partition(b)[2]) for b in before)
-    assert hours == pytest.approx(36_000 * seconds, abs=200)
-    once, each, times = re.search(
-        r"pictures: at least (.*) for .*, and (.*) for .*, (\d+) time", text
-    ).groups()
-    cost = float(text.partition("it costs at least ")[2].split(":")[0])
+    machine = "--gpus 2 --gpu_memory 80 --host_memory 500 --disk 1000"
+    text = output(machine, *flags, wan="Wan2.1-T2V-1.3B")
+    before = "a step takes about ", "the whole run: about ", "36000 steps, and "
+    step, steps, rollouts = (in_seconds(text.partition(words)[2]) for words in before)
+    assert steps == pytest.approx(36_000 * step, rel=0.05)  # of two digits
     assert "trains on 576000 samples; the data have 16, so each is seen 36000.0 times" in text
     assert "for each to be seen only once, bring 288000 prompts" in text
-    whole = hours + early + in_seconds(once) + int(times) * in_seconds(each)
-    assert int(times) == 72 and cost == pytest.approx(whole / 3600 * 2 * 2.5, rel=0.01)
+    cost = float(text.partition("it costs about ")[2].split(":")[0])
+    assert cost == pytest.approx(steps / 3600 * 2 * 2.5, rel=0.02) and rollouts < 0.01 * steps
 
 
 def test_all_stages_take_and_cost_the_sum_of_each_s_with_what_they_share_once(
@@ -91,19 +87,23 @@ def test_all_stages_take_and_cost_the_sum_of_each_s_with_what_they_share_once(
     }
     stages = [{"name": "match"}, {"name": "few", "objective": {"name": "consistency", "edges": 4}}]
     file = write_json(tmp_path / "stages.json", recipe | {"stages": stages})
-    text = output(f"--gpus 2 --gpu_memory 80 --host_memory 500 --price_per_gpu_hour 3 --recipe {file}")
-    *each, whole = (float(n) for n in re.findall(r"costs? at least ([\d.]+): ", text))
+    machine = "--gpus 2 --gpu_memory 80 --host_memory 500 --disk 9000"
+    text = output(f"{machine} --price_per_gpu_hour 3 --recipe {file}")
+    *each, whole = (float(n) for n in re.findall(r"costs? about ([\d.]+): ", text))
     assert len(each) == 2 and whole == pytest.approx(sum(each), abs=0.02)
     made = [stage.count("the teacher's rollouts") for stage in text.split("==== stage ")[1:]]
-    assert made == [2, 0]
-    line = re.search(r"all 2 stages: at least (.*) for their steps, the work before these and pictures", text)
+    assert made == [1, 0]
+    line = re.search(r"all 2 stages: about (.*) for their steps and rollouts", text)
     assert in_seconds(line[1]) / 3600 * 2 * 3 == pytest.approx(whole, rel=0.01)
 
 
-def test_each_pair_of_jsons_is_listed_once_whatever_its_micro_batch(output: Callable[..., str]) -> None:
+def test_the_simplest_student_json_is_listed_with_each_teacher_json_that_fits(
+    output: Callable[..., str],
+) -> None:
     text = output("--gpus 8 --gpu_memory 80 --host_memory 1000", wan="Wan2.1-T2V-1.3B")
-    pairs = re.findall(r"a step at least: student (\w+), teacher (\w+), micro-batch", text)
-    assert len(pairs) == 5 == len(set(pairs))
+    teachers = re.findall(r" a step: student \w+, teacher (\w+)", text)
+    assert len(teachers) == len(set(teachers))
+    assert {*teachers} >= {"replicated", "streamed", "sharded", "files", "streamed_int8", "streamed_nf4"}
 
 
 def test_what_is_auto_is_chosen_as_train_does_and_planned(output: Callable[..., str]) -> None:
@@ -115,9 +115,10 @@ def test_what_is_auto_is_chosen_as_train_does_and_planned(output: Callable[..., 
 
 def test_the_weights_of_what_fits_are_named_where_its_own_do_not(output: Callable[..., str]) -> None:
     lora = ("--lora", '{"rank": 16}', "--teacher_deepspeed_config", "stream8")
-    text = output("--gpus 1 --gpu_memory 16 --host_memory 18 --disk 1000", *lora)
-    which = "none fits with the teacher's weights in int8. In bfloat16 these fit, the simplest first:"
-    assert f"\n{which}\n" in text and ", teacher files, " in text.partition(which)[2]
+    text = output("--gpus 1 --gpu_memory 16 --host_memory 18 --disk 1000", *lora, fits=False)
+    listed = text.partition("\nshipped JSONs that fit, the simplest first:\n")[2]
+    assert ", teacher files, " in listed and "int8" not in listed
+    assert re.search(r"streamed_nf4 in nf4, .*, which changes the teacher's outputs\n", listed)
 
 
 def test_of_a_teacher_that_accelerate_will_place_no_verdict_is_given(output: Callable[..., str]) -> None:
@@ -128,8 +129,70 @@ def test_of_a_teacher_that_accelerate_will_place_no_verdict_is_given(output: Cal
     assert "\nfits: " not in text and "without the teacher: " in text
 
 
+def flags_that_fit(text: str) -> list[str]:
+    """The flags that the verdict names."""
+    return text.partition("it fits with\n")[2].splitlines()[0].split()
+
+
 def test_the_missing_memory_is_named_where_a_run_does_not_fit(output: Callable[..., str]) -> None:
-    assert "does NOT fit: it needs " in output("--gpus 1 --gpu_memory 24 --host_memory 16")
+    text = output("--gpus 1 --gpu_memory 24 --host_memory 16", fits=False)
+    assert "does NOT fit: it needs " in text and "\nverdict: it does NOT fit\n" in text
+
+
+@pytest.mark.parametrize(
+    ("recipe", "machine", "more", "teacher"),
+    slow_but(
+        [("1x16_wan2.2_a14b_lora", "24 --host_memory 64", ["--num_frames", "81"], "streamed")],
+        [
+            ("1x16_wan2.2_a14b_lora", "24 --host_memory 64", ["--num_frames", "81"], "streamed"),
+            ("1x16_wan2.2_a14b_lora", "24 --host_memory 32", [], "streamed_nf4"),
+            ("1x16_wan2.1_14b_lora", "24 --host_memory 32", [], "streamed_int8"),
+            ("1x24_wan2.1_14b", "24 --host_memory 96", [], "files"),
+        ],
+    ),
+)
+def test_with_the_flags_of_the_verdict_every_stage_fits(
+    recipe: str, machine: str, more: list[str], teacher: str, published: Path, output: Callable[..., str]
+) -> None:
+    """Of a LoRA of A14B at 81 frames those that keep activations in CPU memory."""
+    file = f"ds_configs/machines/{recipe}.json"
+    words = f"--gpus 1 --gpu_memory {machine} --disk 1000 --recipe {file}"
+    wan = read_json(file)["teacher_path"].removeprefix("Wan-AI/").removesuffix("-Diffusers")
+    refused = output(words, *more, wan=wan, fits=False)
+    assert f", teacher {teacher}" in refused.partition("shipped JSONs that fit")[2]
+    text = output(words, *more, *flags_that_fit(refused), wan=wan)
+    assert re.search(r"\nverdict: (it fits|all 2 stages fit)\n", text) and "NOT fit" not in text
+
+
+def test_where_no_student_fits_a_lora_of_both_experts_is_recommended(
+    published: Path, tmp_path: Path, output: Callable[..., str]
+) -> None:
+    """A14B on 24 GB with 64 GiB, whose half has no room but on a disk."""
+    file, wan = tmp_path / "lora.json", "Wan2.2-T2V-A14B"
+    machine = "--gpus 1 --gpu_memory 24 --host_memory 64 --disk 200"
+    refused = output(machine, wan=wan, fits=False)
+    assert "but a LoRA of the whole teacher, for 4 steps, fits:\n" in refused
+    assert f"wrote {file}" in output(machine, "--recommend", str(file), wan=wan)
+    recipe = read_json(file)
+    assert recipe["lora"] == {"rank": 64} and [s["name"] for s in recipe["stages"]] == ["high", "low"]
+    text = output(machine, "--recipe", str(file), "--output_dir", str(tmp_path / "out"), wan=wan)
+    assert "\nverdict: all 2 stages fit\n" in text
+
+
+def test_where_no_recipe_of_a_lora_suits_the_teacher_the_verdict_says_what_helps(
+    capsys: pytest.CaptureFixture, quiet_logging: None
+) -> None:
+    """The embedded teacher's boundary is no noise level of the recipe's shift."""
+    machine = "--gpus 1 --gpu_memory 0.5 --host_memory 8 --disk 100"
+    assert main(["plan", "--teacher_path", "tiny", "--data_path", "tiny", *machine.split()]) == 2
+    text = capsys.readouterr().out
+    assert "\nverdict: it does NOT fit\nno shipped JSONs hold it here. What helps: " in text
+
+
+def test_a_step_of_a_small_run_has_two_digits(capsys: pytest.CaptureFixture, quiet_logging: None) -> None:
+    machine = "--gpus 1 --gpu_memory 80 --gpu_name H100 --host_memory 64 --disk 100"
+    assert main(["plan", "--teacher_path", "tiny", "--data_path", "tiny", *machine.split()]) == 0
+    assert re.search(r"a step takes about [\d.]{2,5} ms at 330 TFLOP/s", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +204,7 @@ def test_the_missing_memory_is_named_where_a_run_does_not_fit(output: Callable[.
         (["--gpus", "0", "--gpu_memory", "24"], "`--gpus 0` has none"),
         (["--gpus", "4"], "There is no GPU here"),
         (["--price_per_gpu_hour", "-1"], "`price_per_gpu_hour` is -1.0"),
-        (["--rates", '{"tflop": 1}'], "`rates.tflop` is 1. Unknown key."),
+        (["--rates", '{"disk": 3}'], "`rates.disk` is 3. Unknown key."),
         (["--rates", '{"pcie": "fast"}'], '`rates.pcie` is "fast". Write a number.'),
         (["--rates", '{"pcie": 0}'], "`rates.pcie` is 0. Write a number greater than 0."),
         (["--rates", "[1]"], "`rates` is [1]. Write an object"),
@@ -153,26 +216,6 @@ def test_a_machine_that_cannot_be_is_refused(
 ) -> None:
     assert main(["plan", "--teacher_path", "tiny", "--data_path", "tiny", *flags]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_given_rates_replace_the_usual_ones_of_such_a_gpu() -> None:
-    assert [default_rates(int(gib * GIB)) for gib in (23.5, 79.1, 4)] == [GPU[24], GPU[80], GPU[16]]
-    changed = override_rates(GPU[24], {"pcie": 12})
-    assert (changed.pcie, changed.tflops) == (12, GPU[24].tflops)
-
-
-def test_a_gpu_that_others_use_too_is_still_of_its_kind() -> None:
-    assert (
-        default_rates(80 * GIB, "NVIDIA H100 80GB HBM3") == NAMED["H100"] != default_rates(80 * GIB, "A100")
-    )
-    assert default_rates(Machine(60 * GIB, GIB, GIB, 1, 1, device_total=80 * GIB).device_size) == GPU[80]
-
-
-@pytest.mark.parametrize(
-    ("name", "tflops"), [("A100-SXM4-80GB", 200), ("A10G", 40), ("L40S", 150), ("L40", 85), ("L4", 55)]
-)
-def test_a_name_that_another_begins_with_is_not_taken_for_it(name: str, tflops: int) -> None:
-    assert default_rates(80 * GIB, f"NVIDIA {name}").tflops == tflops
 
 
 def test_each_phase_s_parts_add_up_to_its_height_in_every_kind_of_memory(output: Callable[..., str]) -> None:
@@ -196,30 +239,16 @@ def test_what_this_machine_lacks_is_no_fault_of_another(output: Callable[..., st
     zero2 = {k: v for k, v in read_json("ds_configs/student/zero2.json").items() if k != "bf16"}
     more = {"fp16": {"enabled": True}, "activation_checkpointing": {"cpu_checkpointing": True}}
     file = write_json(tmp_path / "fp16.json", zero2 | more)
-    machine = "--gpus 2 --gpu_memory 80 --host_memory 500"
-    assert "a step takes" in output(machine, "--deepspeed_config", str(file))
-
-
-@pytest.mark.parametrize(("given", "disk"), slow_but([([], 7)], [([], 7), (["--rates", '{"disk": 3}'], 3)]))
-def test_rates_are_measured_on_the_swap_folder_s_disk_unless_given_and_the_others_named(
-    given: list[str], disk: int, output: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = []
-    monkeypatch.setattr(hardware_rates, "_reads", lambda folder: read.append(folder) or 7.0)
-    ds = read_json("ds_configs/student/zero3_nvme.json")
-    for section in ("offload_param", "offload_optimizer"):
-        ds["zero_optimization"][section]["nvme_path"] = str(tmp_path / "swap")
-    file = write_json(tmp_path / "nvme.json", ds)
-    text = output("--host_memory 500 --measure", "--deepspeed_config", str(file), *given)
-    assert read == [tmp_path / "swap"] and "not measured: link and network" in text
-    assert f"from and to disk at {disk} GB/s" in text
+    machine = "--gpus 2 --gpu_memory 80 --host_memory 500 --disk 1000"
+    text = output(machine, "--deepspeed_config", str(file), fits=False)
+    assert "a step takes" in text
 
 
 @pytest.mark.slow
 def test_under_a_launcher_ranks_and_nodes_are_the_launcher_s() -> None:
     text = wandistiller("plan", "--teacher_path", "tiny", "--data_path", "tiny", ranks=2).stdout
     assert text.count("1 node(s), each with no GPU") == 1
-    assert "; 2 rank(s)" in text and "a step takes at least" in text
+    assert "; 2 rank(s)" in text and "a step takes about" in text
 
 
 @pytest.mark.usefixtures("quiet_logging")
@@ -245,4 +274,4 @@ def test_the_command_that_is_printed_after_a_recommendation_passes_its_dry_run(
     ],
 )
 def test_the_command_after_a_recommendation_is_that_of_its_machine(machine: Machine, command: str) -> None:
-    assert _next_command("a.json", machine) == command
+    assert next_command("a.json", machine) == command

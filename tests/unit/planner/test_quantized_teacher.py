@@ -1,6 +1,5 @@
-"""Memory, traffic and choices for teachers in 8 and 4 bits."""
+"""Memory, streamed bytes and choices for teachers in 8 and 4 bits."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ from shipped import placement
 from test_teacher_memory import LARGE, TWO, WHOLE, WIDTH, P
 
 from wandistiller.config.job import Job
-from wandistiller.engine.transfers import Topology
+from wandistiller.engine.topology import Topology
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.planner.peak_memory import plan
-from wandistiller.planner.resolve_auto import Choice, choices, chosen, formats, pairs
+from wandistiller.planner.resolve_auto import choices, chosen, formats, pairs
 from wandistiller.planner.teacher_memory import teacher_bytes, teacher_parts
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB
@@ -54,9 +53,8 @@ def test_half_or_a_quarter_of_the_bytes_are_streamed(wans: dict[str, WanFolder])
     config, moved = wans[LARGE].config, {}
     for weights in (None, "int8", "float8", "nf4"):
         placed = placement("streamed", "bfloat16", weights=weights)
-        (transfer,) = placed.traffic(config, Topology(1, 1, True))
-        moved[weights] = transfer.nbytes
-        assert whole(wans[LARGE], "streamed", weights).node == transfer.nbytes
+        moved[weights] = placed.fetched(config, Topology(1, 1, True))
+        assert whole(wans[LARGE], "streamed", weights).node == moved[weights]
     assert moved["float8"] < moved["int8"] < 0.502 * moved[None]
     assert moved["nf4"] < 0.261 * moved[None]
 
@@ -110,10 +108,11 @@ def test_auto_tries_all_placements_that_hold_the_weights_and_no_other_weights(pu
     block = AUTO["wandistiller"] | {"weights": "nf4"}
     given = {"teacher_deepspeed_config": AUTO | {"wandistiller": block}}
     machine = gpus(4, 24, 256)
-    every = pairs(job(published, machine, "Wan2.2-T2V-A14B", **given), machine, (False, True))
+    run = job(published, machine, "Wan2.2-T2V-A14B", **given)
+    every = pairs(run, machine, (False, True), weights="nf4")
     assert {pair.teacher for pair in every} == {"replicated", "streamed", "host_cpu"}
     assert {pair.sizes[0].teacher.weights for pair in every} == {"nf4"}
-    assert all(" in nf4, " in str(pair.least(machine)) for pair in every)
+    assert all(" in nf4, " in str(pair.choice(pair.sizes[0], machine)) for pair in every)
 
 
 def test_in_8_bits_auto_leaves_a_teacher_on_a_gpu_that_is_too_small_for_it_in_16(published: Path) -> None:
@@ -145,22 +144,18 @@ def test_where_a_recipe_s_8_bits_do_not_fit_whole_weights_that_do_are_recommende
 
 
 def test_where_a_recipe_s_8_bits_fit_they_stay(published: Path) -> None:
-    assert {c.job.teacher.weights for c in choices(of_adapters(published), gpus(1, 16, 64))} == {"int8"}
+    best = next(choices(of_adapters(published), gpus(1, 16, 64)))
+    assert (best.job.teacher.weights, best.teacher) == ("int8", "streamed")
 
 
 def test_of_a_teacher_without_weights_in_fewer_bits_8_come_after_16_and_4_after_8(published: Path) -> None:
     run, machine = of_adapters(published, teacher_deepspeed_config="stream"), gpus(1, 16, 128)
     assert formats(run) == [None, "int8", "nf4"] and formats(run, (True, False)) == [None]
-    assert next(choices(run, machine)).job.teacher.weights is None
-    for name, tried in (("streamed_int8", "int8 nf4"), ("streamed_nf4", "nf4")):
-        best = next(choices(run, machine, suits=partial(has_weights, tried)))
-        assert (best.teacher, best.files[1]) == (name, f"ds_configs/teacher/{name}.json")
+    fits = [(c.job.teacher.weights, c.teacher) for c in choices(run, machine, by_teacher=True)]
+    assert fits[0][0] is None and fits[-2:] == [("int8", "streamed_int8"), ("nf4", "streamed_nf4")]
 
 
-def test_a_run_that_is_trained_gets_no_fewer_bits_than_its_json_says(published: Path) -> None:
+def test_auto_takes_no_fewer_bits_than_the_json_says(published: Path) -> None:
     run = of_adapters(published, teacher_deepspeed_config="stream")
-    assert formats(run, here=True) == [None] and formats(of_adapters(published), here=True) == ["int8", None]
-
-
-def has_weights(formats: str, choice: Choice) -> bool:
-    return choice.job.teacher.weights in formats.split()
+    assert formats(run, exact=True) == [None]
+    assert formats(of_adapters(published), exact=True) == ["int8", None]

@@ -18,7 +18,7 @@ from wandistiller.config.identity import identity
 from wandistiller.config.job import Job
 from wandistiller.config.shorthands import merged
 from wandistiller.config.validate import read_job
-from wandistiller.engine.transfers import Topology
+from wandistiller.engine.topology import Topology
 from wandistiller.planner.disk import on_its_disk
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.resolve_auto import choices, chosen, left_open, pairs, teachers
@@ -58,16 +58,6 @@ def test_of_what_is_auto_the_simplest_that_fits_is_chosen(
     assert (choice.student, choice.teacher) == (student, teacher)
 
 
-@pytest.mark.parametrize(("given", "fits"), slow_but([(4, 2)], [(None, 1), (4, 2)]))
-def test_a_video_s_teacher_computes_on_the_gpu_in_calls_halved_until_they_fit(
-    published: Path, given: int | None, fits: int
-) -> None:
-    machine, size = gpus(1, 24, 128), {"num_frames": 81, "student_config": {"num_attention_heads": 0.3}}
-    best = chosen(job(published, machine, LARGE, prepare_batch=given, **BOTH, **size), machine)
-    assert best.teacher == "streamed" and best.job.run.prepare_batch == fits
-    assert best.settings["prepare_batch"] == fits
-
-
 def test_of_micro_batches_the_largest_that_fits_is_chosen(published: Path) -> None:
     machine = gpus(1, 80, 256)
     best = chosen(job(published, machine, SMALL, **BOTH), machine)
@@ -98,13 +88,6 @@ def test_an_average_keeps_the_optimizer_off_nvme(published: Path) -> None:
     assert plain - averaged == {name for name in plain if name[0] == "zero3_nvme"} != set()
 
 
-def test_a_micro_step_never_spans_expert_blocks(published: Path) -> None:
-    machine = gpus(1, 80, 512)
-    for blocks, micro in ((1, {1, 2, 4, 8}), (4, {1, 2})):
-        every = pairs(job(published, machine, TWO, expert_blocks=blocks, **BOTH), machine)
-        assert {size.batch.micro for pair in every for size in pair.sizes} == micro
-
-
 @pytest.mark.slow
 def test_what_this_machine_cannot_build_is_passed_over(
     published: Path, monkeypatch: pytest.MonkeyPatch
@@ -113,7 +96,9 @@ def test_what_this_machine_cannot_build_is_passed_over(
     machine = gpus(1, 24, 128)
     run = job(published, machine, LARGE, **BOTH)
     here, elsewhere = names(run, machine, here=True), names(run, machine)
-    assert here == {name for name in elsewhere if "nvme" not in "".join(name)} != elsewhere
+    lacking = "nvme", "lora_wan_clips"  # libaio; a GPU, whose activations come to CPU memory
+    assert here == {pair for pair in elsewhere if not any(word in "".join(pair) for word in lacking)}
+    assert here != elsewhere
 
 
 def test_what_is_chosen_keeps_the_run_s_batch_optimizer_and_precision(published: Path) -> None:

@@ -206,7 +206,7 @@ def test_loras_added_to_the_embedded_teacher_take_the_planned_memory_while_its_w
     monkeypatch.setattr(activation_memory, "storages", real)
     plain, file = open_wan("tiny"), style(TINY["tiny"], tmp_path / "style.safetensors", "to_q", "ffn")
     save_file({key: value.bfloat16() for key, value in load_file(file).items()}, file)
-    added, most, now = [str(file), {"file": str(file), "expert": "low_noise"}], [], []
+    added, most, now = [f"both={file}", f"low_noise={file}"], [], []
     for folder in (plain, with_loras(plain, read_added("recipe", "teacher_lora", added))):
         with Live() as live:
             built = build_teacher(folder, placement(name, "float32"))

@@ -5,14 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
 from recipes import recipe
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from styles import style
 from torch import Tensor, nn
 from trainers import job_of
 
 from wandistiller.config.identity import adapters
 from wandistiller.config.job import Job
+from wandistiller.config.summary import summary
 from wandistiller.experts import Expert
 from wandistiller.training.network_builder import NetworkBuilder
 from wandistiller.utils.errors import ConfigError
@@ -28,9 +30,16 @@ def job_with(folder: Path, wan: Path, start: Any, student: dict[str, Any]) -> Jo
     return job_of(given | {"lora": {"rank": 4, "start": start}})
 
 
-def change_in(file: Path) -> Tensor:
+def refusal(folder: Path, wan: Path, start: Any, student: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as raised:
+        job_with(folder, wan, start, student)
+    (problem,) = raised.value.problems
+    return problem
+
+
+def change_in(file: Path, expert: str = "transformer") -> Tensor:
     state = load_file(file)
-    return state[f"transformer.{LAYER}.lora_B.weight"] @ state[f"transformer.{LAYER}.lora_A.weight"]
+    return state[f"{expert}.{LAYER}.lora_B.weight"] @ state[f"{expert}.{LAYER}.lora_A.weight"]
 
 
 def change_of(model: nn.Module) -> Tensor:
@@ -53,14 +62,24 @@ def pair(wan: Path, folder: Path) -> dict[str, str]:
 def test_one_network_begins_with_the_file_of_the_expert_that_it_is_made_of(
     student: dict[str, Any], side: str, wan2: Path, tmp_path: Path, one_rank: torch.device
 ) -> None:
-    file = pair(wan2, tmp_path)[side]
-    for start in ({side: file}, file):
+    files = pair(wan2, tmp_path)
+    file = files[side]
+    for start in (files, {side: file}, file, f"{side}={file}", [f"{side}={file}"]):
         torch.testing.assert_close(begun(job_with(tmp_path, wan2, start, student)), [change_in(Path(file))])
 
 
-@pytest.mark.parametrize("student", [OF_ONE, OF_HIGH])
+def test_one_file_begins_the_network_of_its_expert_alone_and_the_start_says_so(
+    wan2: Path, tmp_path: Path, one_rank: torch.device
+) -> None:
+    low = pair(wan2, tmp_path)["low_noise"]
+    job = job_with(tmp_path, wan2, low, TWO)
+    wanted = change_in(Path(low))
+    torch.testing.assert_close(begun(job), [torch.zeros_like(wanted), wanted])
+    assert f"start     {low}, strength 1, on the low-noise expert" in summary(job)
+
+
 def test_a_folder_of_two_files_begins_each_network_with_its_own(
-    student: dict[str, Any], wan2: Path, tmp_path: Path, one_rank: torch.device
+    wan2: Path, tmp_path: Path, one_rank: torch.device
 ) -> None:
     names = ("pytorch_lora_weights.safetensors", "pytorch_lora_weights_2.safetensors")
     files = [style(wan2, tmp_path / "two" / name, "to_q", seed=n) for n, name in enumerate(names)]
@@ -68,30 +87,32 @@ def test_a_folder_of_two_files_begins_each_network_with_its_own(
     both = job_with(tmp_path, wan2, str(tmp_path / "two"), TWO)
     torch.testing.assert_close(begun(both), [high, low])
     assert len({*adapters(both)["start"].values()}) == 2
-    one = job_with(tmp_path, wan2, str(tmp_path / "two"), student)
-    torch.testing.assert_close(begun(one), [high if student is OF_HIGH else low])
-    said = job_with(tmp_path, wan2, {"low_noise": str(tmp_path / "two")}, TWO)
-    torch.testing.assert_close(begun(said), [torch.zeros_like(low), low])
+    for student, own in ((OF_ONE, low), (OF_HIGH, high)):
+        torch.testing.assert_close(begun(job_with(tmp_path, wan2, str(tmp_path / "two"), student)), [own])
 
 
-@pytest.mark.parametrize(
-    ("student", "key", "text"),
-    [
-        (TWO, "", 'the student has the high-noise expert too. Write {"low_noise": '),
-        (OF_HIGH, "", 'the student is made of the high-noise expert alone. Write {"high_noise": '),
-        (OF_HIGH, "low_noise", 'is made of the low-noise expert. Leave it out, or write "high_noise"'),
-        (OF_ONE, "both", 'is made of the high-noise expert. Leave it out, or write "low_noise"'),
-    ],
-)
-def test_a_file_of_an_expert_for_another_network_is_refused_with_what_to_write(
-    student: dict[str, Any], key: str, text: str, wan2: Path, tmp_path: Path, one_rank: torch.device
+def test_a_file_of_both_experts_begins_each_network_with_its_own_keys(
+    wan2: Path, tmp_path: Path, one_rank: torch.device
 ) -> None:
-    files = pair(wan2, tmp_path)
-    start = {"": files["low_noise"], "both": files}.get(key, {key: files["low_noise"]})
-    with pytest.raises(ConfigError) as raised:
-        job_with(tmp_path, wan2, start, student)
-    (problem,) = raised.value.problems
-    assert problem.startswith("recipe: `lora.start") and text in problem
+    of_two = [load_file(file) for file in pair(wan2, tmp_path).values()]
+    low = {key.replace("transformer.", "transformer_2."): t for key, t in of_two[1].items()}
+    (tmp_path / "x").mkdir()
+    save_file(of_two[0] | low, file := tmp_path / "x" / "style.safetensors")
+    wanted = [change_in(file), change_in(file, "transformer_2")]
+    torch.testing.assert_close(begun(job_with(tmp_path, wan2, str(file), TWO)), wanted)
+
+
+@pytest.mark.parametrize("side", ["low_noise", "high_noise"])
+def test_a_file_for_an_expert_that_no_network_is_made_of_is_refused(
+    side: str, wan2: Path, tmp_path: Path, one_rank: torch.device
+) -> None:
+    file = pair(wan2, tmp_path)[side]
+    for start in (file, {side: file}):
+        text = refusal(tmp_path, wan2, start, OF_HIGH if side == "low_noise" else OF_ONE)
+        assert text.startswith(
+            f"recipe: `lora.start`: {file} is for the {side.replace('_', '-')} expert, which"
+        )
+        assert f"Leave it out, or write both={file}." in text
 
 
 def test_a_teacher_of_one_network_takes_a_file_of_any_name_and_no_low_noise_expert_s(
@@ -100,14 +121,37 @@ def test_a_teacher_of_one_network_takes_a_file_of_any_name_and_no_low_noise_expe
     file = pair(wan1, tmp_path)["low_noise"]
     for start in (file, {"high_noise": file}):
         torch.testing.assert_close(begun(job_with(tmp_path, wan1, start, {})), [change_in(Path(file))])
-    with pytest.raises(ConfigError, match="no network of the student is made of the low-noise expert"):
-        job_with(tmp_path, wan1, {"low_noise": file}, {})
+    assert "is for the low-noise expert, which" in refusal(tmp_path, wan1, {"low_noise": file}, {})
 
 
 def test_one_file_for_both_networks_counts_by_its_content_for_each(
     wan2: Path, tmp_path: Path, one_rank: torch.device
 ) -> None:
-    file = style(wan2, tmp_path / "style.safetensors", "to_q")
+    file = style(wan2, tmp_path / "x" / "style.safetensors", "to_q")
     for student in (TWO, OF_ONE):
-        start = adapters(job_with(tmp_path, wan2, str(file), student))["start"]
+        start = adapters(job_with(tmp_path, wan2, f"both={file}", student))["start"]
         assert start.keys() == {e.value for e in Expert} and len({*start.values()}) == 1
+    assert "nothing says for which" in refusal(tmp_path, wan2, str(file), TWO)
+
+
+def test_a_start_with_numbers_that_are_not_finite_is_named_before_a_weight_is_read(
+    wan1: Path, tmp_path: Path, one_rank: torch.device
+) -> None:
+    state = load_file(file := style(wan1, tmp_path / "style.safetensors", "to_q"))
+    state[key := f"transformer.{LAYER}.lora_A.weight"][1, 2] = torch.inf
+    save_file(state, file)
+    wanted = f"{file}: tensor `{key}` holds numbers that are not finite. Fetch or train the LoRA again."
+    assert refusal(tmp_path, wan1, str(file), {}) == wanted
+
+
+def test_a_whole_model_is_refused_with_the_command_that_makes_a_lora_of_it(
+    wan1: Path, tmp_path: Path, one_rank: torch.device
+) -> None:
+    model = WanTransformer3DModel.from_pretrained(wan1 / "transformer")
+    model.save_pretrained(tmp_path / "few" / "transformer")
+    few = tmp_path / "few"
+    assert refusal(tmp_path, wan1, str(few), {}) == (
+        f"{few}: is a whole model. Make a LoRA of it: `wandistiller export --adapter --checkpoint {few} "
+        f"--teacher_path {wan1} --targets to_q to_k to_v to_out --rank 4 --output few_lora`, and give "
+        "few_lora."
+    )

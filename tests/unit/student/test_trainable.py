@@ -1,5 +1,6 @@
 """Frozen parts, learning-rate factors, moving averages and LoRA in real engines against plain PyTorch."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,24 @@ def test_a_lora_student_starts_as_its_base_and_only_adapters_change(
         assert all("lora_" in name for name in masters(student))
         assert min(v.abs().max() for n, v in masters(student).items() if "lora_B" in n) > 1e-4
     assert curves[0] == pytest.approx(curves[1], rel=1e-6) and len(set(curves[0])) == 3
+
+
+@pytest.mark.parametrize("stage", slow_but([2], [0, 2, 3]))
+def test_a_pass_without_gradients_has_the_autocast_of_one_with_them(
+    stage: int, one_rank: torch.device
+) -> None:
+    autocast = {"enabled": True, "dtype": "bfloat16"}
+    low = {Expert.LOW_NOISE: small_transformer(1, layers=3).eval().requires_grad_(False)}
+    student, plain = (
+        build(LORA, engine(stage, torch_autocast=autocast), frozen=low),
+        build(LORA, engine(stage)),
+    )
+    trained_BCFHW = student.velocity(batch(0)).detach()
+    with torch.no_grad():
+        drawn_BCFHW = student.velocity(batch(0))
+        frozen_BCFHW = student.velocity(replace(batch(0), expert=Expert.LOW_NOISE))
+        assert torch.equal(drawn_BCFHW, trained_BCFHW) and torch.equal(frozen_BCFHW, trained_BCFHW)
+        assert not torch.equal(drawn_BCFHW, plain.velocity(batch(0)))
 
 
 def test_adapters_start_equal_whatever_was_drawn_before(one_rank: torch.device) -> None:

@@ -11,19 +11,22 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from recipes import TEACHER_FP32, train
+from recipes import TEACHER_FP32, recipe, student_engine, train
 from slow_cases import slow_but
 from small_wan import small_transformer
 from states import state
+from styles import style
 from torch import nn
+from trainers import job_of, parts_of
 
 from wandistiller.batch import Batch
-from wandistiller.config.run_config import read_run_config
+from wandistiller.config.run_config import RunConfig, read_run_config
 from wandistiller.config.validate import read_job
 from wandistiller.data.measured import Measured
 from wandistiller.experts import Expert
-from wandistiller.student.calibration import VelocityError, error_rows, start_error, velocity_error
+from wandistiller.student.calibration import VelocityError, error_rows, velocity_error
 from wandistiller.student.layer_importance import ROUNDS, importance, write_importance
+from wandistiller.student.shared_base import begins_as_teacher
 from wandistiller.teacher.base import (
     Guidance,
     GuidedTeacher,
@@ -33,7 +36,7 @@ from wandistiller.teacher.base import (
     without_guidance,
 )
 from wandistiller.training.build_student import initial_learners, require_finite_start
-from wandistiller.training.prepare import prepare
+from wandistiller.training.prepare import prepare, ranks_of
 from wandistiller.training.step_result import by_sigma
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.keyed_random import keyed_normal
@@ -47,6 +50,7 @@ STUDENT = {
 }
 REPLICATED = {"zero_optimization": {"stage": 0}}
 OWNER = {"wandistiller": {"placement": "owner", "owner_rank": 1}}
+OWNER_INT8 = {"wandistiller": {"placement": "owner", "weights": "int8"}}
 FILES = ("lineage.json", "importance.json", "student_start.json")
 
 
@@ -240,11 +244,66 @@ def test_a_resumed_run_keeps_its_layers(folder: Path, wan2: Path, alone: Path) -
     assert len((alone / "metrics.jsonl").read_text().splitlines()) == 2
 
 
+def start_of(folder: Path, wan: Path, **more: Any) -> tuple[int, dict[str, Any]]:
+    """Samples that the teacher's networks are called with while a run is built, and what was measured."""
+    given = recipe(folder, wan, output_dir=str(folder / "run"), teacher_deepspeed_config=REPLICATED, **more)
+    data, _, teacher = parts_of(job := job_of(given))
+    samples: list[int] = []
+    for network in local_modules(without_guidance(teacher)).values():
+        network.register_forward_pre_hook(
+            lambda *given: samples.append(len(given[-1]["hidden_states"])), with_kwargs=True
+        )
+    initial_learners(job, data, teacher, ranks_of(job))
+    return sum(samples), json.loads((folder / "run" / "student_start.json").read_text())
+
+
+ADAPTERS = {"student_config": {"experts": "two"}, "lora": {"rank": 4}}
+
+
+@pytest.mark.parametrize("what", slow_but([ADAPTERS], [ADAPTERS, {"student_config": {"experts": "two"}}]))
+def test_a_student_that_is_its_teacher_has_the_error_0_without_a_pass(
+    what: dict[str, Any], tmp_path: Path, wan2: Path, one_rank: torch.device
+) -> None:
+    samples, start = start_of(tmp_path, wan2, **what)
+    assert samples == start["relative_velocity_error"] == 0
+    assert [*start["relative_velocity_error_by_sigma"].values()] == [0, 0, 0, 0]
+
+
+def test_a_start_is_measured_on_a_hundredth_of_the_run_s_samples_or_on_four(
+    tmp_path: Path, wan2: Path, one_rank: torch.device
+) -> None:
+    start = {"start": {"high_noise": str(style(wan2, tmp_path / "style.safetensors", "to_q"))}}
+    given = ADAPTERS | {"lora": ADAPTERS["lora"] | start}
+    for steps, number in ((1, 4), (100, 8)):  # of 8 samples each
+        samples, numbers = start_of(tmp_path / str(steps), wan2, max_steps=steps, **given)
+        assert samples == number and 0 < numbers["relative_velocity_error"] < 1
+
+
+@pytest.mark.parametrize(
+    ("more", "begins"),
+    [
+        (ADAPTERS, True),
+        ({"student_config": {}}, False),  # one network
+        ({"student_config": {"experts": "two", "num_layers": 2}}, False),
+        (ADAPTERS | {"teacher_deepspeed_config": {"bf16": {"enabled": True}}}, False),
+        (ADAPTERS | {"deepspeed_config": student_engine(2, torch_autocast={"enabled": True})}, False),
+        (ADAPTERS | {"teacher_deepspeed_config": {"wandistiller": {"weights": "int8"}}}, True),
+        (ADAPTERS | {"teacher_deepspeed_config": OWNER_INT8}, False),  # on unquantised copies
+    ],
+    ids=["adapters", "one", "pruned", "bf16", "autocast", "quantised base", "unquantised copy"],
+)
+def test_a_student_begins_as_its_teacher_in_all_that_its_velocities_depend_on(
+    more: dict[str, Any], begins: bool, tmp_path: Path, wan2: Path
+) -> None:
+    given = recipe(tmp_path, wan2, output_dir=str(tmp_path / "run"), **more)
+    assert begins_as_teacher(read_job(RunConfig(**given), 2, here=False)) == begins
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_a_start_whose_error_is_not_finite_stops_the_run() -> None:
     job, silent = SimpleNamespace(folder=SimpleNamespace(path="t")), torch.zeros_like
-    teacher = SimpleNamespace(velocity=lambda b: silent(b.x_t_BCFHW))
-    error = start_error(batches(), teacher.velocity, teacher.velocity, Measured(None), {})
+    zeros = [silent(b.x_t_BCFHW) for b in batches()]
+    error = velocity_error(batches(), zeros, lambda b: silent(b.x_t_BCFHW))
     assert not math.isfinite(error.relative())
     with pytest.raises(ConfigError, match="t: the velocity error before training is not finite"):
         require_finite_start(job, error)

@@ -56,7 +56,7 @@ def test_an_image_is_kept_as_it_was_decoded() -> None:
 def test_large_clips_are_kept_as_small_as_they_play() -> None:
     look = drawer(5)._look(torch.zeros(3, 5, 480, 1200))
     assert look.stills.shape == (3, 3, 480, 1200)
-    assert look.clips.shape == (3, 5, 364, 909) and look.clips.dtype == torch.uint8  # 2 (909 + 6) + 90 = 1920
+    assert look.clips.shape == (3, 5, 314, 786) and look.clips.dtype == torch.uint8
 
 
 def test_without_its_libraries_the_png_comes_alone_and_that_is_said_once(

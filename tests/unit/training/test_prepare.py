@@ -1,6 +1,7 @@
 """What a run keeps of its teacher, and what its pictures are of, before anything is trained."""
 
 import json
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -8,16 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+import trainers
 from image_data import image_data, noise
 from image_wans import A14B, Wans
 from ranks import edit_json
 from recipes import recipe
+from safetensors.torch import load_file, save_file
 
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.data.media_cache import Sample
 from wandistiller.training.pictures import PictureDrawer
-from wandistiller.training.prepare import _teacher_fingerprint, prepare
+from wandistiller.training.prepare import _teacher_fingerprint, guided_teacher, prepare
 
 
 def test_only_a_teacher_that_samples_in_another_way_has_another_cache(
@@ -45,6 +48,25 @@ def test_only_a_teacher_that_samples_in_another_way_has_another_cache(
     assert len(set(found)) == 4
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_the_error_of_quantised_weights_is_measured_once(
+    tmp_path: Path, wan1: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("torchao")
+    caplog.set_level(logging.INFO)
+    more = {"placement": "streamed", "weights": "int8"}
+    given = recipe(
+        tmp_path, wan1, teacher_deepspeed_config={"wandistiller": more}, output_dir=str(tmp_path / "run")
+    )
+    data, conditions, _ = trainers.parts_of(job := trainers.job_of(given))
+    (file,) = (tmp_path / "cache" / "measured").rglob("*.safetensors")
+    measured = load_file(file)
+    assert all(0 < error < 0.01 for error in measured.values())
+    save_file({band: torch.full_like(error, 0.5) for band, error in measured.items()}, file)
+    guided_teacher(job, conditions, data.sample_items)
+    assert "int8: relative velocity error 0.5 at 0-0.25, 0.5 at 0.25-0.5, " in caplog.messages[-1]
+
+
 @pytest.fixture(scope="module")
 def wans(tmp_path_factory: pytest.TempPathFactory) -> Wans:
     return Wans(tmp_path_factory.mktemp("prepare"))
@@ -57,7 +79,8 @@ def rows(wans: Wans, name: str, *given: dict[str, str]) -> str:
 
 
 def job_of(wans: Wans, **more: Any) -> Any:
-    return read_job(RunConfig(**recipe(wans.folder, wans[A14B], **wans.settings(A14B, **more))), 1)
+    given = recipe(wans.folder, wans[A14B], **wans.settings(A14B, **more))
+    return read_job(RunConfig(**{"output_dir": str(wans.folder / "run")} | given), 1)
 
 
 @pytest.mark.usefixtures("one_rank")

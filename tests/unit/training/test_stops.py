@@ -15,7 +15,7 @@ from wandistiller.distributed.shutdown import Stopped, stopping
 from wandistiller.engine.ds_config import load
 from wandistiller.experts import Expert
 from wandistiller.flow import with_noise
-from wandistiller.student.calibration import CALLS, measure, start_error, velocity_error
+from wandistiller.student.calibration import CALLS, measure, velocity_error
 from wandistiller.student.layer_importance import importance
 from wandistiller.teacher.base import LocalTeacher
 from wandistiller.teacher.build import build_teacher
@@ -70,13 +70,6 @@ def test_a_measured_error_ends_after_the_call_in_which_it_was_asked_to() -> None
     with pytest.raises(Stopped):
         velocity_error(batches(8), [X0] * 8, calls)
     assert calls.made == 3
-
-
-def test_the_error_before_training_ends_after_the_sample_in_which_it_was_asked_to() -> None:
-    teacher, student = Calls(at=2), Calls(at=99)
-    with pytest.raises(Stopped):
-        start_error(batches(8), teacher, student, Measured(None), "")
-    assert teacher.made == student.made == 2
 
 
 def test_importance_ends_after_the_call_in_which_it_was_asked_to() -> None:

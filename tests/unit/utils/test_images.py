@@ -13,7 +13,7 @@ from wandistiller.utils.images import evenly, grid, save_clips, save_frames, til
 CLIP_CFHW = torch.linspace(0, 1, 4).view(1, 4, 1, 1).expand(3, 4, 64, 64)
 """Four frames, from black to white."""
 ROWS = {"teacher": [CLIP_CFHW, CLIP_CFHW], "student": [CLIP_CFHW, CLIP_CFHW.flip(1)]}
-LEFT, TOP, STEP = 90 + 64, 30 + 64, 128 + 6
+LEFT, TOP, STEP = 91 + 64, 30 + 64, 128 + 6
 """Middle of the first tile, and the way to the next."""
 
 
@@ -22,7 +22,8 @@ def test_the_frames_of_a_clip_are_a_row_and_those_of_teacher_and_student_come_to
 ) -> None:
     save_frames(tmp_path / "frames.png", ROWS, ["a circle", "a square"])
     pixels = np.asarray(Image.open(tmp_path / "frames.png"))
-    rows = [[pixels[TOP + STEP * r, LEFT + STEP * f, 0] for f in range(4)] for r in range(4)]
+    left = 7 * (4 * STEP // 33) + 64
+    rows = [[pixels[TOP + STEP * r, left + STEP * f, 0] for f in range(4)] for r in range(4)]
     up = [0, 85, 170, 255]
     assert rows == [up, up, up, up[::-1]]
 
@@ -46,7 +47,7 @@ def test_clips_play_in_step_as_h_264_for_four_seconds(tmp_path: Path) -> None:
         ((64, 64), 2, None, (128, 128)),
         ((48, 48), 8, 1920, (144, 144)),
         ((480, 832), 8, None, (480, 832)),
-        ((480, 832), 8, 1920, (128, 222)),  # 8 (222 + 6) + 90 = 1914
+        ((480, 832), 8, 1920, (111, 192)),  # 8 (192 + 6) = 1920 * 33 / 40
         ((480, 832), 1, 1920, (480, 832)),
     ],
 )
@@ -78,4 +79,13 @@ def test_frames_are_spread_evenly_from_the_first_to_the_last() -> None:
 
 def test_of_a_long_clip_nine_frames_are_a_row(tmp_path: Path) -> None:
     save_frames(tmp_path / "frames.png", {"": [torch.zeros(3, 81, 128, 128)]}, ["a circle"])
-    assert Image.open(tmp_path / "frames.png").width == 90 + 9 * STEP
+    assert Image.open(tmp_path / "frames.png").width == 7 * (4 * STEP // 33) + 9 * STEP
+
+
+@pytest.mark.parametrize("side", [64, 480])
+def test_labels_of_ten_samples_are_a_fortieth_of_the_width_and_so_legible_on_a_phone(side: int) -> None:
+    """Of 390 pixels they take 9."""
+    picture = grid({"student": [torch.ones(3, side, side)] * 10}, [""] * 10)
+    width = 40 * (4 * (max(128, side) + 6) // 33)
+    assert abs(picture.width - width) <= 40 and np.asarray(picture)[-1, -1].max() < 32
+    assert np.asarray(picture)[-20, -1 - width // 4].max() < 32  # the last of three rows has two

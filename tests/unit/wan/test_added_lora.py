@@ -64,33 +64,20 @@ def test_a_file_for_one_expert_leaves_the_other_as_it_is(wan2: Path, tmp_path: P
     assert not torch.equal(weight(folder, Expert.LOW_NOISE), weight(plain, Expert.LOW_NOISE))
 
 
-@pytest.mark.parametrize(
-    "names", [("my_HIGH_v1", "my_LOW_v1"), ("pytorch_lora_weights", "pytorch_lora_weights_2")]
-)
-def test_a_recipe_s_files_of_two_experts_or_the_folder_of_them_go_each_to_its_own(
-    names: tuple[str, str], wan2: Path, tmp_path: Path, one_rank: torch.device
-) -> None:
-    files = [
-        str(style(wan2, tmp_path / "two" / f"{n}.safetensors", "to_q", seed=i)) for i, n in enumerate(names)
-    ]
-    sides = {"high_noise": files[0], "low_noise": files[1]}
-    wanted = added(wan2, *({"file": file, "expert": side} for side, file in sides.items()))
-    folder = [str(tmp_path / "two")] if names[0] == "pytorch_lora_weights" else []
-    for given in (files, *folder):
-        job = job_of(recipe(tmp_path, wan2, output_dir=str(tmp_path / "run"), teacher_lora=given))
-        assert job.folder.identity == wanted.identity
-        assert {one["expert"]: one["file"] for one in job.run.teacher_lora} == sides
-        for expert in Expert:
-            assert torch.equal(weight(job.folder, expert), weight(wanted, expert))
-
-
-def test_files_whose_names_do_not_say_the_expert_are_refused_with_what_to_write(
+def test_the_ways_to_write_an_expert_mean_the_same(
     wan2: Path, tmp_path: Path, one_rank: torch.device
 ) -> None:
-    files = [str(style(wan2, tmp_path / f"{side}_style.safetensors", "to_q")) for side in "hl"]
-    with pytest.raises(ConfigError) as raised:
-        job_of(recipe(tmp_path, wan2, output_dir=str(tmp_path / "run"), teacher_lora=files))
-    assert 'Write {"file": "FILE", "expert": "high_noise"}' in str(raised.value)
+    low, both = (str(style(wan2, tmp_path / "lr=1" / f"{n}.safetensors", "to_q", seed=n)) for n in (1, 2))
+    older = added(wan2, {"file": low, "expert": "low_noise"}, both)
+    for given in (
+        [{"file": low, "expert": "low_noise"}, {"file": both, "expert": "both"}],
+        [f"low_noise={low}", f"both={both}"],
+        {"low_noise": low, "both": both},
+    ):
+        job = job_of(recipe(tmp_path, wan2, output_dir=str(tmp_path / "run"), teacher_lora=given))
+        assert job.folder.identity == older.identity
+        again = recipe(tmp_path, wan2, output_dir=str(tmp_path / "run"), teacher_lora=job.run.teacher_lora)
+        assert job_of(again).folder.identity == older.identity
 
 
 def test_the_identity_is_that_of_the_content_and_of_how_it_is_added(wan1: Path, tmp_path: Path) -> None:
@@ -112,8 +99,11 @@ def test_the_identity_is_that_of_the_content_and_of_how_it_is_added(wan1: Path, 
         ),
         ({"file": "x", "strength": float("inf")}, "`teacher_lora.0.strength` is Infinity"),
         ({"file": "away.safetensors"}, "away.safetensors: cannot be read as a .safetensors file"),
-        ({"file": "STYLE", "expert": "low_noise"}, "it has one network. Leave it out"),
-        ({"file": "WIDER"}, "is a LoRA which changes `blocks.0.attn1.to_q`, and "),
+        (
+            {"file": "STYLE", "expert": "low_noise"},
+            "is for the low-noise expert, which is not here. Leave it out, or",
+        ),
+        ({"file": "WIDER"}, "its change of `blocks.0.attn1.to_q` is of shape [72, 64], and that is [64, 64]"),
     ],
 )
 def test_what_cannot_be_added_is_refused_with_its_reason(

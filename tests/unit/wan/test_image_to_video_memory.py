@@ -15,10 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from wandistiller.batch import Conditioning, State
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.experts import Expert
-from wandistiller.planner.student_network import student_model
 from wandistiller.wan import activation_memory, text_padding
 from wandistiller.wan.activation_memory import activation_bytes, call_bytes
-from wandistiller.wan.flops import forward_flops, step_flops
+from wandistiller.wan.flops import forward_flops
 from wandistiller.wan.text_padding import TEXT_TOKENS
 from wandistiller.wan.transformer import usual_config, velocity
 from wandistiller.wan.transformer_config import TransformerConfig
@@ -94,12 +93,8 @@ def test_operations_with_given_frames_are_torch_s_count_of_all_blocks(
     monkeypatch.undo()  # all 512 rows of text, as `blank_state` has them
     model, c = small_transformer(0, 4, **SIZES, **FORMS[form]), form_config(form, 4)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as forward:
-        v_BCFHW = predict(model, form, 1, TEXT_TOKENS)
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as backward:
-        v_BCFHW.sum().backward()
-    both = forward.get_total_flops() + backward.get_total_flops()
+        predict(model, form, 1, TEXT_TOKENS)
     assert forward_flops(c, LATENT) == pytest.approx(forward.get_total_flops(), rel=1e-3)
-    assert step_flops(student_model(c, None, None, (), 256), c, LATENT, None) == pytest.approx(both, rel=1e-3)
 
 
 def test_a_time_for_each_patch_of_5b_adds_its_maps_and_modulations() -> None:

@@ -12,16 +12,18 @@ from small_wan import small_transformer
 from torch import Tensor
 
 from wandistiller.student.lora import linear_layers
+from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.lora_files import read_lora
 from wandistiller.wan.original_names import original_name
+from wandistiller.wan.transformer_config import TransformerConfig
 
 RANK, ALPHA = 4, 6.0
 FILE = "pytorch_lora_weights.safetensors"
 
 
-def transformer() -> WanTransformer3DModel:
-    return small_transformer(0, layers=2, image_dim=24, added_kv_proj_dim=64)
+def transformer(*, of_text: bool = False) -> WanTransformer3DModel:
+    return small_transformer(0, layers=2, **{} if of_text else {"image_dim": 24, "added_kv_proj_dim": 64})
 
 
 def weights(model: WanTransformer3DModel) -> dict[str, Tensor]:
@@ -35,13 +37,14 @@ def all_shapes() -> dict[str, torch.Size]:
     return {name: weight.shape for name, weight in weights(transformer()).items()}
 
 
-def by_diffusers(file: Path, *, alone: bool = False) -> dict[str, Tensor]:
+def by_diffusers(file: Path, *, alone: bool = False, of_text: bool = False) -> dict[str, Tensor]:
     """What diffusers' loader, and peft's merge, change of each linear layer's weight; zeros left out.
 
     Args:
         alone: by the loader of a transformer, not of a pipeline.
+        of_text: into a network without the layers of images.
     """
-    model = transformer()
+    model = transformer(of_text=of_text)
     before = weights(model)
     if alone:
         model.load_lora_adapter(str(file.parent), prefix=None, weight_name=file.name)
@@ -54,8 +57,8 @@ def by_diffusers(file: Path, *, alone: bool = False) -> dict[str, Tensor]:
     return {name: change for name, change in changes.items() if change.any()}
 
 
-def same_changes(file: Path, theirs: dict[str, Tensor]) -> None:
-    ours = read_lora(file).layers
+def same_changes(file: Path, theirs: dict[str, Tensor], config: TransformerConfig | None = None) -> None:
+    ours = read_lora(file, config).layers
     assert ours.keys() == theirs.keys()
     for layer, (a, b) in ours.items():
         torch.testing.assert_close(b @ a, theirs[layer], rtol=1e-5, atol=1e-6, msg=layer)
@@ -139,3 +142,36 @@ def test_a_file_taken_from_a_full_model_has_the_difference_of_its_head(tmp_path:
     torch.testing.assert_close(theirs["proj_out"], head, rtol=1e-5, atol=1e-6)
     same_changes(file, theirs)
     assert read_lora(file).left_out == sorted(left_out)
+
+
+@pytest.mark.parametrize("form", ["comfy", "kohya"])
+def test_a_lora_with_foreign_keys_adds_the_others_as_diffusers_does(form: str, tmp_path: Path) -> None:
+    """As the published LoRAs of Wan2.2 for images have layers of Wan2.1, and extractions tables."""
+    shapes = {name: shape for name, shape in all_shapes().items() if name.startswith("blocks.")}
+    state = original_state(form, shapes, alpha=form == "kohya")
+    if form == "comfy":
+        state["diffusion_model.blocks.0.cross_attn.norm_k_img.diff"] = torch.ones(64)
+    save_file(state, file := tmp_path / "lora.safetensors")
+    theirs = by_diffusers(file, of_text=True)
+    assert len(theirs) == 20 and not any("add_" in layer for layer in theirs)
+    config = TransformerConfig.of(dict(transformer(of_text=True).config))
+    same_changes(file, theirs, config)
+    assert len(read_lora(file, config).left_out) == (9 if form == "comfy" else 12)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "text"),
+    [
+        ("blocks.0.attn1.to_q", (64, 32), "of shape [64, 32], and that is [64, 64] here"),
+        ("blocks.2.attn1.to_q", (64, 64), "changes `blocks.2.attn1.to_q`, and the network here has 2 blocks"),
+        ("blocks.1.attn2.add_k_proj", (64, 64), "add_k_proj`, and none of its layers is here"),
+    ],
+)
+def test_a_lora_of_another_network_is_refused(
+    layer: str, shape: tuple[int, int], text: str, tmp_path: Path
+) -> None:
+    save_file(original_state("comfy", {layer: torch.Size(shape)}), file := tmp_path / "lora.safetensors")
+    config = TransformerConfig.of(dict(transformer(of_text=True).config))
+    with pytest.raises(ConfigError) as raised:
+        read_lora(file, config, weights=False)
+    assert text in str(raised.value) and str(raised.value).endswith("Give one that was made for it.")

@@ -1,4 +1,4 @@
-"""LoRA files in the names of diffusers, ComfyUI and kohya's trainers: the same changes of the same layers."""
+"""LoRA files: the factors of their layers, and what is no such file."""
 
 import json
 from pathlib import Path
@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import WanPipeline
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.keyed_random import keyed_normal
-from wandistiller.wan.lora_files import LoraFile, read_lora
+from wandistiller.wan.lora_files import read_lora, require_finite
 
 RANK, ALPHA = 4, 2.0
 LAYERS = {
@@ -30,45 +31,15 @@ def factors(layer: str) -> tuple[Tensor, Tensor]:
     return keyed_normal((RANK, inputs), layer, "a"), keyed_normal((outputs, RANK), layer, "b")
 
 
-def of_diffusers(folder: Path) -> Path:
-    state = {}
-    for layer in LAYERS:
-        a, b = factors(layer)
-        state |= {f"{layer}.lora_A.weight": a, f"{layer}.lora_B.weight": b}
-    config = {"r": RANK, "lora_alpha": ALPHA, "target_modules": list(LAYERS)}
-    WanPipeline.save_lora_weights(folder, state, transformer_lora_adapter_metadata=config)
-    return folder / "pytorch_lora_weights.safetensors"
-
-
-def of_names(file: Path, name: str, down: str, up: str) -> Path:
-    """A file with alpha in tensors of its own."""
+def made(folder: Path) -> Path:
+    """A file for ComfyUI."""
     state = {}
     for layer, (original, _) in LAYERS.items():
         a, b = factors(layer)
-        own = name.format(original if "." in name else original.replace(".", "_"))
-        state |= {f"{own}.{down}.weight": a, f"{own}.{up}.weight": b, f"{own}.alpha": torch.tensor(ALPHA)}
-    save_file(state, file)
-    return file
-
-
-def made(form: str, folder: Path) -> Path:
-    if form == "diffusers":
-        return of_diffusers(folder)
-    name, down, up = {
-        "comfy": ("diffusion_model.{}", "lora_A", "lora_B"),
-        "comfy, older": ("diffusion_model.{}", "lora_down", "lora_up"),
-        "kohya": ("lora_unet_{}", "lora_down", "lora_up"),
-    }[form]
-    return of_names(folder / "file.safetensors", name, down, up)
-
-
-@pytest.mark.parametrize("form", ["diffusers", "comfy", "comfy, older", "kohya"])
-def test_every_reader_s_names_give_the_same_changes(form: str, tmp_path: Path) -> None:
-    found = read_lora(made(form, tmp_path))
-    assert found.layers.keys() == LAYERS.keys() and found.rank == RANK and found.left_out == []
-    for layer, (a, b) in found.layers.items():
-        down, up = factors(layer)
-        torch.testing.assert_close(b @ a, ALPHA / RANK * (up @ down))
+        key = f"diffusion_model.{original}.lora_{{}}.weight".format
+        state |= {key("A"): a, key("B"): b}
+    save_file(state, folder / "file.safetensors")
+    return folder / "file.safetensors"
 
 
 def test_each_layer_has_the_factor_of_its_own_rank_and_alpha(tmp_path: Path) -> None:
@@ -79,21 +50,16 @@ def test_each_layer_has_the_factor_of_its_own_rank_and_alpha(tmp_path: Path) -> 
     state |= {f"{second}.lora_A.weight": c[:2].clone(), f"{second}.lora_B.weight": d[:, :2].clone()}
     config = {"r": RANK, "lora_alpha": ALPHA, "alpha_pattern": {r"attn2\.to_out\.0": 3}}
     WanPipeline.save_lora_weights(tmp_path, state, transformer_lora_adapter_metadata=config)
-    found = read_lora(tmp_path).layers
+    found = read_lora(tmp_path / "pytorch_lora_weights.safetensors").layers
     torch.testing.assert_close(found[first].b @ found[first].a, ALPHA / RANK * (b @ a))
     torch.testing.assert_close(found[second].b @ found[second].a, 3 / 2 * (d[:, :2] @ c[:2]))
 
 
-@pytest.mark.parametrize("form", ["diffusers", "comfy", "comfy, older", "kohya"])
-def test_without_weights_the_shapes_are_known_from_the_header(form: str, tmp_path: Path) -> None:
-    found = read_lora(made(form, tmp_path), weights=False)
+def test_without_weights_the_shapes_are_known_from_the_header(tmp_path: Path) -> None:
+    found = read_lora(made(tmp_path), weights=False)
     shapes = {layer: (b.shape[0], a.shape[1]) for layer, (a, b) in found.layers.items()}
     assert shapes == {layer: shape for layer, (_, shape) in LAYERS.items()}
     assert all(a.is_meta for a, _ in found.layers.values())
-
-
-def read_without_weights(file: Path) -> LoraFile:
-    return read_lora(file, weights=False)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +79,7 @@ def test_another_file_is_refused_with_what_is_in_it(
     else:
         file.write_bytes(b"no weights")
     with pytest.raises(ConfigError, match=text):
-        read_without_weights(file)
+        read_lora(file, weights=False)
 
 
 def test_alpha_of_a_part_may_be_under_the_name_of_the_file_s_own_keys(tmp_path: Path) -> None:
@@ -126,6 +92,37 @@ def test_alpha_of_a_part_may_be_under_the_name_of_the_file_s_own_keys(tmp_path: 
     torch.testing.assert_close(found.b @ found.a, 16 / 2 * (b @ a))
 
 
-def test_a_folder_without_a_lora_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is a folder without pytorch_lora_weights.safetensors. Name the"):
-        read_lora(tmp_path)
+@pytest.mark.parametrize(("part", "value"), [("lora_A", torch.nan), ("lora_B", -torch.inf)])
+def test_numbers_that_are_not_finite_are_named_by_file_and_tensor(
+    part: str, value: float, tmp_path: Path
+) -> None:
+    state = load_file(file := made(tmp_path))
+    state[key := f"diffusion_model.blocks.0.self_attn.q.{part}.weight"][0, 1] = value
+    save_file(state, file)
+    with pytest.raises(ConfigError) as raised:
+        require_finite(file)
+    assert str(raised.value).startswith(f"{file}: tensor `{key}` holds numbers that are not finite.")
+
+
+def test_a_pointer_of_git_lfs_is_named_as_a_teacher_s_is(tmp_path: Path) -> None:
+    file = tmp_path / "it.safetensors"
+    file.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 123456\n")
+    with pytest.raises(ConfigError, match="it.safetensors: it is a Git LFS pointer, not the file"):
+        read_lora(file)
+
+
+@pytest.mark.parametrize("expert", Expert)
+def test_of_a_file_of_both_experts_each_has_its_own_keys(expert: Expert, tmp_path: Path) -> None:
+    state = {}
+    for one in Expert:
+        for layer in LAYERS:
+            a, b = factors(layer)
+            key = f"{one.value}.{layer}.lora_{{}}.weight".format
+            state |= {key("A"): a, key("B"): b * (2 if one is Expert.LOW_NOISE else 1)}
+    settings = {"transformer.lora_alpha": RANK, "transformer_2.lora_alpha": 2 * RANK}
+    save_file(state, file := tmp_path / "it.safetensors", {"lora_adapter_metadata": json.dumps(settings)})
+    found = read_lora(file, expert=expert)
+    assert found.left_out == [] and found.layers.keys() == LAYERS.keys()
+    for layer, (a, b) in found.layers.items():
+        down, up = factors(layer)
+        torch.testing.assert_close(b @ a, (4 if expert is Expert.LOW_NOISE else 1) * (up @ down))

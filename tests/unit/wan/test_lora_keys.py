@@ -1,6 +1,7 @@
 """Keys of LoRA files, in every spelling that trainers have: the same layers; what is no LoRA is refused."""
 
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.keyed_random import keyed_normal
-from wandistiller.wan.lora_files import left_out_words, read_lora
+from wandistiller.wan.lora_files import read_lora
+from wandistiller.wan.lora_keys import left_out_words
 
 RANK, ALPHA = 4, 2.0
 LAYERS = {
@@ -41,6 +43,7 @@ SPELLINGS = [
     ("diffusion_model.{original}", KOHYA),
     ("diffusion_model.{diffusers}", PEFT),
     ("model.diffusion_model.{original}", KOHYA),
+    ("model.{original}", PEFT),
     ("base_model.model.{diffusers}", PEFT),
     ("base_model.model.{original}", NAMED),
     ("base_model.model.transformer.{diffusers}", PEFT),
@@ -103,12 +106,22 @@ def test_every_spelling_of_a_layer_is_that_layer_with_its_alpha(
         torch.testing.assert_close(change, factor * (b @ a))
 
 
-def test_peft_s_own_file_has_its_alpha_in_the_settings_beside_it(tmp_path: Path) -> None:
-    file = written(tmp_path, spelled("base_model.model.{diffusers}", PEFT))
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": RANK, "lora_alpha": ALPHA}))
+@pytest.mark.parametrize(
+    ("name", "ends", "metadata", "factor"),
+    [
+        ("diffusion_model.{original}", PEFT, {"lora_alpha": "2.0"}, ALPHA / RANK),
+        ("lora_unet_{original_}", KOHYA, {"ss_network_alpha": "2.0"}, ALPHA / RANK),
+        ("diffusion_model.{original}", PEFT, {"ss_network_alpha": "2.0"}, 1),
+    ],
+    ids=["of peft's name", "of kohya's trainers", "of their converter, which multiplies by it"],
+)
+def test_an_alpha_in_the_header_alone_is_a_factor_as_the_program_that_wrote_it_means(
+    name: str, ends: tuple[str, str], metadata: dict[str, str], factor: float, tmp_path: Path
+) -> None:
+    save_file(spelled(name, ends), file := tmp_path / "lora.safetensors", metadata)
     for layer, change in read(file).items():
         a, b = factors(layer)
-        torch.testing.assert_close(change, ALPHA / RANK * (b @ a))
+        torch.testing.assert_close(change, factor * (b @ a))
 
 
 def test_a_tensor_alpha_counts_before_the_settings(tmp_path: Path) -> None:
@@ -119,36 +132,26 @@ def test_a_tensor_alpha_counts_before_the_settings(tmp_path: Path) -> None:
     torch.testing.assert_close(found["proj_out"], 1 / RANK * (d @ c))
 
 
-@pytest.mark.parametrize(
-    ("original", "diffusers"),
-    [
-        ("blocks.3.self_attn.q", "blocks.3.attn1.to_q"),
-        ("blocks.3.ffn.0", "blocks.3.ffn.net.0.proj"),
-        ("time_projection.1", "condition_embedder.time_proj"),
-        ("head.head", "proj_out"),
-    ],
-)
 @pytest.mark.parametrize("shape", [(6, 8), (8, 6), (8, 8)])
-def test_the_difference_of_a_layer_s_weight_is_added_as_it_is(
-    original: str, diffusers: str, shape: tuple[int, int], tmp_path: Path
-) -> None:
-    difference = keyed_normal(shape, original)
-    file = written(tmp_path, {f"diffusion_model.{original}.diff": difference})
-    assert read(file).keys() == {diffusers} and torch.equal(read(file)[diffusers], difference)
-    change = read_lora(file, weights=False).layers[diffusers]
+def test_the_difference_of_a_layer_s_weight_is_added_as_it_is(shape: tuple[int, int], tmp_path: Path) -> None:
+    difference = keyed_normal(shape, "difference")
+    file = written(tmp_path, {"diffusion_model.time_projection.1.diff": difference})
+    found, layer = read(file), "condition_embedder.time_proj"
+    assert found.keys() == {layer} and torch.equal(found[layer], difference)
+    change = read_lora(file, weights=False).layers[layer]
     assert change.rank == min(shape) and change.a.is_meta and change.b.is_meta
-    assert read_lora(file).left_out == []
 
 
 def test_what_changes_no_weight_of_a_linear_layer_is_counted_by_kind(tmp_path: Path) -> None:
     more = ["blocks.0.norm3.diff", "blocks.0.norm3.diff_b", "blocks.0.ffn.0.diff_b", "patch_embedding.diff"]
-    more = [f"diffusion_model.{key}" for key in more] + [f"{QUERY}.lora_B.bias"]
+    more += ["patch_embedding.lora_A.weight", "blocks.0.modulation.diff_param"]
+    more = [f"diffusion_model.{key}" for key in more] + [f"{QUERY}.lora_B.bias", "lora_te1_x.lora_up.weight"]
     file = written(tmp_path, STATE | {key: torch.ones(8) for key in more})
     left_out = read_lora(file).left_out
     assert left_out == sorted(more)
     assert left_out_words(left_out) == (
-        "5 of its keys change no weight of a linear layer and are left out, such as "
-        "diffusion_model.blocks.0.ffn.0.diff_b (biases 2, norms 2, others 1)"
+        "8 of its keys change no weight of a linear layer that is here and are left out, such as "
+        "diffusion_model.blocks.0.ffn.0.diff_b (biases 2, convolutions 2, norms 2, tables 1, text encoders 1)"
     )
 
 
@@ -161,6 +164,7 @@ def test_what_changes_no_weight_of_a_linear_layer_is_counted_by_kind(tmp_path: P
         ("transformer.blocks.2.attn1.to_q.lokr_w1", "LoKr"),
         ("diffusion_model.blocks.2.self_attn.q.hada_w1_a", "LoHa"),
         (f"{QUERY}.lora_mid.weight", "LoRA of convolutions"),
+        (f"{LAST}.scale_weight", "weights in 8 bits with a scale"),
     ],
 )
 def test_a_key_of_another_method_is_refused(key: str, method: str, tmp_path: Path) -> None:
@@ -196,7 +200,7 @@ def test_settings_that_are_no_object_are_refused(settings: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "settings", [{"lora_alpha": "2"}, {"lora_alpha": 1, "alpha_pattern": [2]}, {"alpha_pattern": {"(": 2}}]
+    "settings", [{"lora_alpha": "two"}, {"lora_alpha": 1, "alpha_pattern": [2]}, {"alpha_pattern": {"(": 2}}]
 )
 def test_settings_whose_alpha_is_no_number_are_refused(settings: dict[str, Any], tmp_path: Path) -> None:
     assert "which are no numbers" in refused(written(tmp_path, STATE, settings))
@@ -207,16 +211,7 @@ def test_settings_whose_alpha_is_no_number_are_refused(settings: dict[str, Any],
     [
         ({f"{LAST}.lora_B.weight": torch.ones(4, 3)}, "their ranks differ"),
         ({f"{LAST}.lora_B.weight": torch.ones(4, 4, 1)}, f"`{LAST}.lora_B.weight` is [4, 4, 1]"),
-        ({f"{LAST}.alpha": torch.ones(2)}, f"`{LAST}.alpha` is no finite number"),
-        (
-            {"lora_te1_x.lora_down.weight": torch.ones(4, 8)},
-            "`lora_te1_x.lora_down.weight` is no LoRA",
-        ),
-        (
-            {"transformer.patch_embedding.lora_A.weight": torch.ones(4, 8)},
-            "is no LoRA of a linear layer",
-        ),
-        ({f"{LAST}.scale_weight": torch.ones(1)}, f"`{LAST}.scale_weight` is no LoRA of a linear layer"),
+        ({f"{LAST}.alpha": torch.ones(2)}, f"`{LAST}.alpha` is no number"),
         ({"diffusion_model.head.head.lora_up.weight": torch.ones(4, 4)}, "are of one layer. Keep one"),
     ],
 )
@@ -225,3 +220,47 @@ def test_what_cannot_be_added_is_named_from_the_header(
 ) -> None:
     found = refused(written(tmp_path, STATE | changed))
     assert text in found and re.search(r"\. (Give|Keep|Fetch) [^.]+\.$", found)
+
+
+FOREIGN = [
+    "blocks.1.cross_attn.q_img",
+    "blocks.0.vace.proj",
+    "img_in",
+    "single_blocks.3.linear1",
+    "audio.to_q",
+]
+"""Layers that no Wan has."""
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [
+        ("transformer.{diffusers}", PEFT),
+        ("base_model.model.{diffusers}", NAMED),
+        ("diffusion_model.{original}", KOHYA),
+        ("lora_unet_{original_}", KOHYA),
+    ],
+    ids=["diffusers", "peft", "ComfyUI", "kohya"],
+)
+def test_foreign_keys_of_any_kind_leave_the_changes_of_the_others_as_they_are(
+    name: str, ends: tuple[str, str], seed: int, tmp_path: Path
+) -> None:
+    """Parts of layers that no Wan has, with and without a trainer's prefix, and other parts of its layers."""
+    draw = random.Random(seed)
+    state = spelled(name, ends, draw.choice([None, ALPHA]))
+    wanted = read(written(tmp_path, state))
+    parts = [*ends, "alpha", "diff", "diff_b", "diff_param", "bias", "weight"]
+    foreign = {}
+    for _ in range(30):
+        layer = draw.choice(FOREIGN)
+        plain = {"diffusers": layer, "original": layer, "original_": layer.replace(".", "_")}
+        spelling = draw.choice([name, "{original}"]).format(**plain)
+        foreign[f"{spelling}.{draw.choice(parts)}"] = torch.ones(2, 3)
+    own = [key.removesuffix(f".{ends[0]}") for key in state if key.endswith(ends[0])]
+    foreign |= {f"{draw.choice(own)}.{end}": torch.ones(3) for end in ("diff_b", "diff_param", "mask")}
+    keys = [*state.items(), *foreign.items()]
+    draw.shuffle(keys)
+    found = read_lora(written(tmp_path, dict(keys)))
+    assert found.left_out == sorted(foreign) and found.layers.keys() == wanted.keys()
+    assert all(torch.equal(b @ a, wanted[layer]) for layer, (a, b) in found.layers.items())

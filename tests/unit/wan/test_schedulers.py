@@ -76,6 +76,7 @@ def test_a_shift_that_is_left_out_is_that_of_diffusers_class(with_scheduler: Cal
         ({"_class_name": "EulerDiscreteScheduler"}, "_class_name"),
         ({"_class_name": "DDIMScheduler"}, "_class_name"),
         ({"_class_name": "LTXEulerAncestralRFScheduler"}, "_class_name"),
+        (flow(EULER, use_dynamic_shifting=True), "use_dynamic_shifting"),
     ],
 )
 def test_a_scheduler_of_another_kind_of_diffusion_is_refused(

@@ -114,7 +114,7 @@ def test_a_converted_wan_with_a_boundary_but_one_transformer_is_sampled_with_tha
 # test_flow.py has the draws themselves.
 @pytest.mark.parametrize(("shift", "share"), [(1, 0.125), (3, 0.3), (5, 0.417), (8, 0.533), (12, 0.632)])
 def test_the_high_noise_expert_s_share_follows_from_the_shift(wan2: Path, shift: int, share: float) -> None:
-    schedule = FlowSchedule(shift, open_wan(str(wan2)).boundary, 0, 8)
+    schedule = FlowSchedule(shift, open_wan(str(wan2)).boundary, 0)
     assert schedule.high_noise_share() == pytest.approx(share, abs=5e-4)
 
 
@@ -137,9 +137,9 @@ def test_four_steps_of_the_stock_scheduler_predict_at_these_sigmas(wan1: Path) -
 @pytest.mark.parametrize("shift", [1.0, 3.0, 5.0, 12.0])
 def test_the_scheduler_of_few_steps_has_the_levels_of_the_shifted_line(shift: float, steps: int) -> None:
     levels = few_steps(shift, steps, None).sigmas
-    line = FlowSchedule(shift, None, 0, 8).steps(steps)
+    line = FlowSchedule(shift, None, 0).steps(steps)
     assert levels == pytest.approx(line, abs=0.002) and levels[0] == 1 and len(levels) == steps
-    trained = FlowSchedule(shift, None, 0, 8, few=few_steps(shift, steps, None))
+    trained = FlowSchedule(shift, None, 0, few=few_steps(shift, steps, None))
     assert trained.steps(steps) == list(levels) and trained.steps(steps + 1) != list(levels)
 
 

@@ -94,11 +94,6 @@ def rewrite(folder: Path, change: Spoil) -> None:
     save_file(change(load_file(folder / NAME)), folder / NAME)
 
 
-def test_of_many_missing_tensors_five_are_named(teacher: Path) -> None:
-    rewrite(teacher, lambda tensors: {"proj_out.bias": tensors["proj_out.bias"]})
-    assert problems(teacher)[0].count("`") == 10 and " more." in problems(teacher)[0]
-
-
 def test_a_whole_folder_and_tensors_that_diffusers_ignores_are_no_problem(teacher: Path) -> None:
     assert problems(teacher) == []
     rewrite(teacher, lambda tensors: tensors | {"blocks.0.attn2.norm_added_q.weight": torch.ones(1)})
@@ -111,7 +106,7 @@ def test_an_index_that_names_a_missing_file_is_a_problem(teacher: Path) -> None:
     shard = max(teacher.glob("*.safetensors"))
     shard.unlink()
     (text,) = problems(teacher)
-    assert text.startswith(f"{shard}: there is no such file. Fetch this file again: `hf download")
+    assert text.startswith(f"{shard}: there is no such file. Fetch this file again")
 
 
 @pytest.mark.parametrize(

@@ -24,16 +24,21 @@ from wandistiller.export.model_card import (
     write_card,
 )
 from wandistiller.export.output import check_files, check_folder, per_expert, replaced, write_file
-from wandistiller.export.source import Source, clip
+from wandistiller.export.source import Source, arguments, clip, written
+from wandistiller.export.whole_model import WholeModel
 from wandistiller.flow import EULER
-from wandistiller.student.lora import adapter_state
+from wandistiller.student.lora import adapter_state, linear_layers
 from wandistiller.utils.errors import ConfigError, problem
+from wandistiller.utils.files import write_json
+from wandistiller.utils.parameter_patterns import any_names, unknown_parts
 from wandistiller.wan.added_lora import added_changes, sum_of
-from wandistiller.wan.lora_experts import FILES
+from wandistiller.wan.lora_experts import FACTS, FILES
 from wandistiller.wan.lora_files import LowRank
 from wandistiller.wan.original_names import original_name
+from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.sampling import few_step_config, pipeline_config
 from wandistiller.wan.schedulers import shift_key
+from wandistiller.wan.transformer import meta_transformer
 from wandistiller.wan.weight_reader import WeightReader
 
 OF_LOW_NOISE = [
@@ -53,33 +58,39 @@ pipe = {pipeline}.from_pretrained("{base}")
 ```
 """
 LESS = "it keeps {kept:.1%} of the difference to the teacher, not the {energy:.1%} asked for"
+ENERGY, RANK = 0.99, 128
+"""Usual values of the flags."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraFormat(ExportFormat):
     """For ComfyUI a FILE for each expert and the folder FILE.card; for diffusers a folder."""
 
-    energy: float = 0.99
-    """Of a difference, the share of its square to keep, over 0 and up to 1."""
-    rank: int = 128
-    """Of a difference, the largest rank."""
+    energy: float | None = None
+    """The share of the change's square to keep, over 0 and up to 1; default `ENERGY`."""
+    rank: int | None = None
+    """The largest rank; default `RANK`. A run's adapters are as they are if neither is given."""
+    targets: list[str] | None = None
+    """Parts whose linear layers it changes; default all."""
+    teacher_path: str | None = None
+    """The pipeline that a whole model differs from."""
     format: str = "lora"
     """Reader: `original` for ComfyUI, `diffusers`, or `lora`: by the output's suffix."""
 
     def problems(self) -> list[str]:
         problems = []
-        if not 0 < self.energy <= 1:
+        if self.energy is not None and not 0 < self.energy <= 1:
             problems.append(problem("command line", "energy", self.energy, "Write a share over 0, up to 1."))
-        if self.rank < 1:
+        if self.rank is not None and self.rank < 1:
             problems.append(problem("command line", "rank", self.rank, "Write a positive integer."))
         return problems
 
     def write(self, source: Source, output: Path) -> list[Path]:
         comfy = self.format == "original" or self.format == "lora" and output.suffix == ".safetensors"
-        files = [per_expert(output, source.experts, name) for name in source.experts]
+        files = [per_expert(output, source.sides, name) for name in source.experts]
         target = check_files(output, files) if comfy else check_folder(output)
-        adapters = [adapter.to(self.dtype) for adapter in _adapters(source, self.energy, self.rank)]
-        ranks = "; ".join(adapter.sentence for adapter in adapters)
+        adapters = [adapter.to(self.dtype) for adapter in self._adapters(source)]
+        ranks = ranks_in_words(source.experts, [adapter.sentence for adapter in adapters])
         with replaced(target) as folder:
             if comfy:
                 about = "Wan/lora", source.description, source.published
@@ -92,80 +103,127 @@ class LoraFormat(ExportFormat):
                     config = {"transformer_lora_adapter_metadata": adapter.config}
                     WanPipeline.save_lora_weights(folder, adapter.state, weight_name=file.name, **config)
             names = [file.name for file in files]
-            write_adapter_card(folder, source, self.repository, ranks, names, comfy and target.name)
+            if isinstance(source, WholeModel):
+                write_json(folder / FACTS, source.published.as_json())
+            else:
+                write_adapter_card(folder, source, self.repository, ranks, names, comfy and target.name)
         return [*files, target] if comfy else [target]
 
-
-def _adapters(source: Source, energy: float, rank: int) -> Iterator[Adapter]:
-    """Yield each expert's adapter: trained, or extracted from the difference to the teacher."""
-    facts = source.facts
-    if facts.lora and not facts.lora_base:
-        raise ConfigError(
-            f"{source.folder}: its adapters are for a network with {facts.config.num_layers} layers that it "
-            f"began with, made of {facts.init} weights, which is no pipeline that they could be added to. "
-            "Leave out --adapter and --format lora: the export then is a pipeline with them merged."
-        )
-    if facts.lora:
-        for name in source.experts:
-            model = source.adapters(name)
-            config = model.peft_config["default"]
-            layers = {n: m for n, m in model.named_modules() if hasattr(m, "lora_A")}
-            adapter = Adapter(
-                adapter_state(model),
-                config.lora_alpha,
-                config.r,
-                config.to_dict(),
-                _other_ranks(layer.r["default"] for layer in layers.values()),
-                {n: layer.scaling["default"] for n, layer in layers.items()},
+    def _adapters(self, source: Source) -> Iterator[Adapter]:
+        """Yield each expert's adapter: trained, or extracted from the difference to the teacher."""
+        facts = source.facts
+        if facts.lora and not facts.lora_base:
+            raise ConfigError(
+                f"{source.folder}: its adapters are for a network with {facts.config.num_layers} layers that "
+                f"it began with, made of {facts.init} weights, which is no pipeline that they could be added "
+                "to. Leave out --adapter and --format lora: the export then is a pipeline with them merged."
             )
-            yield _with_teachers(adapter, source, name)
-        return
-    teacher = source.teacher(weights=True)
+        teacher = None if facts.lora else _teacher_of_same_shape(source)
+        for name in source.experts:
+            if teacher:
+                reader = WeightReader(teacher.path / name)
+                yield self._extracted(source, name, _differences(source.weights(name), reader))
+                continue
+            adapter = _trained(source, name)
+            if self.energy or self.rank or self.targets:
+                changes = ((f"{layer}.weight", b @ a) for layer, (a, b) in _changes(adapter).items())
+                adapter = self._extracted(source, name, changes)
+            yield adapter
+
+    def _extracted(self, source: Source, name: str, changes: Iterable[tuple[str, Tensor]]) -> Adapter:
+        """Return the largest directions of an expert's changes of weights, and print their share."""
+        layers = linear_layers(meta_transformer(source.facts.config))
+        targets = [layer for layer in layers if self.targets is None or any_names(self.targets, layer)]
+        if problems := unknown_parts("command line", "targets", self.targets or (), layers):
+            raise ConfigError(*problems)
+        energy, rank = self.energy or ENERGY, self.rank or RANK
+        with torch.no_grad():
+            extracted = extract(targets, changes, energy, rank)
+        adapter = extracted.adapter
+        print(
+            f"{name}: rank {adapter.rank} keeps {extracted.kept:.2%} of the squared difference of its "
+            f"layers; {extracted.outside:.2%} of all is in other weights, which it does not hold",
+            file=sys.stderr,
+        )
+        if extracted.kept >= energy * (1 - 1e-6):
+            return adapter
+        less = LESS.format(kept=extracted.kept, energy=energy)
+        print(
+            f"warning: {name}: at rank {adapter.rank} {less}. A larger --rank than {rank} keeps more.",
+            file=sys.stderr,
+        )
+        return adapter._replace(note=f": {less}")
+
+
+def ranks_in_words(experts: list[str], ranks: list[str]) -> str:
+    """Say the rank of each expert's adapter, or once that of all."""
+    if len({*ranks}) == 1:
+        return ranks[0]
+    return "; ".join(f"{rank} ({Expert(name).in_words})" for name, rank in zip(experts, ranks, strict=True))
+
+
+def _teacher_of_same_shape(source: Source) -> WanFolder:
+    """Return the teacher, which a LoRA is the difference to.
+
+    Raises:
+        ConfigError: the student is another network.
+    """
+    facts, teacher = source.facts, source.teacher(weights=True)
     own, theirs = facts.transformer, teacher.config.raw
     different = [key for key, value in own.items() if theirs.get(key, value) != value]
-    if different or set(source.experts) != {e.value for e in teacher.configs}:
+    if different or {*source.sides} != {e.value for e in teacher.configs}:
         keys = ", ".join(f"`{key}`" for key in different) or "`experts`"
         raise ConfigError(
             f"{source.folder}: its student differs from {facts.teacher_path} in {keys}, "
             "so it is no LoRA of it. Leave out --adapter; or train one with the recipe key `lora`."
         )
-    for name, model in source.networks(torch.float32):
-        with torch.no_grad():
-            extracted = extract(model, WeightReader(teacher.path / name).read, energy, rank)
-        del model  # before the next is read
-        adapter = extracted.adapter
-        print(
-            f"{name}: rank {extracted.adapter.rank} keeps {extracted.kept:.2%} of the squared difference "
-            f"of the linear layers; {extracted.outside:.2%} of all is in biases, norms and tables, "
-            "which no LoRA holds",
-            file=sys.stderr,
-        )
-        if extracted.kept < energy * (1 - 1e-6):
-            less = LESS.format(kept=extracted.kept, energy=energy)
-            print(
-                f"warning: {name}: at rank {adapter.rank} {less}. A larger --rank than {rank} keeps more.",
-                file=sys.stderr,
-            )
-            adapter = adapter._replace(note=f": {less}")
-        yield adapter
+    return teacher
 
 
-def _with_teachers(adapter: Adapter, source: Source, name: str) -> Adapter:
-    """Return the sum of an expert's adapter and of what was added to the teacher that it was trained on.
+def _differences(
+    weights: Iterable[tuple[str, Tensor]], teacher: WeightReader
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and change of each weight, float32; raises ConfigError if the teacher's is damaged."""
+    for name, value in weights:
+        original = torch.empty(value.shape)
+        teacher.read(name, original)
+        if teacher.faults:
+            raise ConfigError(*teacher.faults)
+        yield name, value.float() - original
+
+
+def _trained(source: Source, name: str) -> Adapter:
+    """Return the adapters of an expert, with what was added to the teacher that it was trained on.
 
     So the file is for the teacher as it was published, without `teacher_lora`.
     """
+    model = source.adapters(name)
+    config = model.peft_config["default"]
+    layers = {n: m for n, m in model.named_modules() if hasattr(m, "lora_A")}
+    adapter = Adapter(
+        adapter_state(model),
+        config.lora_alpha,
+        config.r,
+        config.to_dict(),
+        _other_ranks(layer.r["default"] for layer in layers.values()),
+        {n: layer.scaling["default"] for n, layer in layers.items()},
+    )
     if not (source.facts.bases and source.facts.teacher_lora):
         return adapter
-    layers = added_changes(source.base_teacher().added, source.base(name))
-    for layer in (key.removesuffix(A) for key in adapter.state if key.endswith(A)):
-        own = LowRank(adapter.state[layer + A], adapter.state[layer + B] * adapter.factor(layer))
-        layers[layer] = sum_of(layers.get(layer), own)
-    state = {}
-    for layer, (a, b) in layers.items():
+    teacher, base, state = source.base_teacher(), source.base(name), {}
+    changes = added_changes(teacher.added, teacher.configs[base], base)
+    for layer, own in _changes(adapter).items():
+        changes[layer] = sum_of(changes.get(layer), own)
+    for layer, (a, b) in changes.items():
         state |= {layer + A: a, layer + B: b}
     note = f"{adapter.note}, beside those of `teacher_lora`, which are in it"
     return Adapter(state, adapter.rank, adapter.rank, note=note)
+
+
+def _changes(adapter: Adapter) -> dict[str, LowRank]:
+    """Return what an adapter changes of each layer."""
+    layers = [key.removesuffix(A) for key in adapter.state if key.endswith(A)]
+    return {n: LowRank(adapter.state[n + A], adapter.state[n + B] * adapter.factor(n)) for n in layers}
 
 
 def _other_ranks(of_layers: Iterable[int]) -> str:
@@ -195,14 +253,14 @@ def _scheduler(source: Source) -> dict[str, str]:
     facts = source.facts
     pipeline = "WanImageToVideoPipeline" if facts.image_to_video else "WanPipeline"
     if not facts.few_steps:
-        call = f"pipe.scheduler.from_config(pipe.scheduler.config, {_shift_key(source)}={facts.shift})"
+        shift = arguments({_shift_key(source): facts.shift})
+        call = f"pipe.scheduler.from_config(pipe.scheduler.config, {shift})"
         return {"classes": pipeline, "pipeline": pipeline, "scheduler": f"pipe.scheduler = {call}"}
     config = few_step_config(facts.shift, facts.steps, facts.sampler or EULER)
     name = config.pop("_class_name")
-    call = f"{name}({', '.join(f'{key}={value}' for key, value in config.items())})"
-    lines = [f"pipe.scheduler = {call}"]
+    lines = [f"pipe.scheduler = {name}({arguments(config)})"]
     if facts.has_boundary:
-        lines.append(f"pipe.register_to_config(boundary_ratio={facts.boundary})")
+        lines.append(f"pipe.register_to_config({arguments({'boundary_ratio': facts.boundary})})")
     classes = f"{name}, {pipeline}"
     return {"classes": classes, "pipeline": pipeline, "scheduler": "\n".join(lines)}
 
@@ -246,7 +304,7 @@ def write_adapter_card(
         **_scheduler(source),
         layers=facts.config.num_layers,
         rank=rank,
-        made_for=MADE_FOR.format(**vars(facts), clip=clip(facts)) + few_steps_sentence(facts),
+        made_for=MADE_FOR.format(**written(facts), clip=clip(facts)) + few_steps_sentence(facts),
         calls="\n".join(calls),
     )
     if comfy:

@@ -1,7 +1,6 @@
 """Base classes of the teacher's placements: where its weights live, and the memory and transfers of that."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Annotated, Any, ClassVar
@@ -14,7 +13,7 @@ from wandistiller.engine.activation_checkpointing import CheckpointPolicy
 from wandistiller.engine.ds_schema import BLOCK
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.kernels import Kernels
-from wandistiller.engine.transfers import Topology, Transfer
+from wandistiller.engine.topology import Topology
 from wandistiller.engine.zero_memory import Bytes, ParameterSize, one_at_a_time, partition_bytes
 from wandistiller.experts import Expert
 from wandistiller.teacher.quantized import (
@@ -188,8 +187,16 @@ class Placement(Kernels, ABC):
     def overhead(self) -> int:
         return 0
 
-    def traffic(self, config: TransformerConfig, topology: Topology) -> Iterator[Transfer]:
-        return iter(())
+    def fetched(self, config: TransformerConfig, topology: Topology) -> int:
+        """Bytes of one expert's weights that come to a rank from CPU memory, or to its node from a disk.
+
+        In one forward pass. None where they stay, or come from other ranks alone.
+        """
+        return 0
+
+    def is_on_disk(self) -> bool:
+        """Return whether `fetched` is read from a disk."""
+        return False
 
     def is_candidate(self, topology: Topology) -> bool:
         """Return whether `auto` compares it: not where a simpler placement takes and moves the same."""

@@ -1,6 +1,5 @@
 """A teacher placed by the JSON's `zero_optimization`: a replica on each rank, or a ZeRO-Inference engine."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +10,7 @@ from wandistiller.distributed import collectives
 from wandistiller.engine import nvme
 from wandistiller.engine.ds_schema import BLOCK
 from wandistiller.engine.fetch_pace import fetching_blocks, pace_fetches
-from wandistiller.engine.transfers import Topology, Transfer, ring_transfers
+from wandistiller.engine.topology import Topology
 from wandistiller.engine.zero_memory import (
     Bytes,
     behind_bytes,
@@ -102,17 +101,14 @@ class Engine(Placement):
     def overhead(self) -> int:
         return OVERHEAD if self.engine.stage == 3 else 0
 
-    def traffic(self, config: TransformerConfig, topology: Topology) -> Iterator[Transfer]:
-        if self.engine.stage == 0:
-            return
-        home, t = self.engine.weights_on, topology
-        whole = sum(numels(config).values()) * self.engine.dtype.itemsize
-        if home == "nvme":
-            yield Transfer("its weights from disk", whole * t.ranks_on_node // self.sharers(t), "disk")
-        if home != "none" and t.accelerator:
-            yield Transfer("its weights over PCIe", whole // self.sharers(t), "pcie")
-        within_node = self.shards == "node"
-        yield from ring_transfers("its weights from the other ranks", whole, t, within_node=within_node)
+    def fetched(self, config: TransformerConfig, topology: Topology) -> int:
+        whole = sum(numels(config).values()) * self.engine.dtype.itemsize // self.sharers(topology)
+        if self.is_on_disk():
+            return whole * topology.ranks_on_node
+        return whole if self.engine.weights_on == "cpu" and topology.accelerator else 0
+
+    def is_on_disk(self) -> bool:
+        return self.engine.weights_on == "nvme"
 
     def is_candidate(self, topology: Topology) -> bool:
         home, t = self.engine.weights_on, topology

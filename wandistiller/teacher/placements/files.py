@@ -1,6 +1,5 @@
 """A teacher that stays in its own files; its blocks are read from there just before each is called."""
 
-from collections.abc import Iterator
 from typing import ClassVar
 
 from torch import nn
@@ -8,7 +7,7 @@ from torch import nn
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.engine.ds_schema import BLOCK
-from wandistiller.engine.transfers import Topology, Transfer
+from wandistiller.engine.topology import Topology
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.experts import Expert
 from wandistiller.teacher.disk_blocks import Slots, read_block, read_by_block
@@ -57,9 +56,11 @@ class Files(Streamed):
         blocks, others = self.split(config)
         return Bytes(device=others, transient=(1 + AHEAD) * max(blocks.values()))
 
-    def traffic(self, config: TransformerConfig, topology: Topology) -> Iterator[Transfer]:
-        yield Transfer("its weights from its files", sum(self.split(config)[0].values()), "disk")
-        yield from super().traffic(config, topology)
+    def fetched(self, config: TransformerConfig, topology: Topology) -> int:
+        return sum(self.split(config)[0].values())
+
+    def is_on_disk(self) -> bool:
+        return True
 
     def is_candidate(self, topology: Topology) -> bool:
         return True

@@ -5,7 +5,7 @@ from typing import ClassVar
 from torch import nn
 
 from wandistiller.distributed import collectives
-from wandistiller.engine.transfers import Topology
+from wandistiller.engine.topology import Topology
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.experts import Expert
 from wandistiller.teacher.loading import load_shared

@@ -1,7 +1,6 @@
 """A teacher in CPU memory that a node's ranks share; its blocks come to each accelerator one by one."""
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
@@ -9,7 +8,7 @@ from pydantic import Field
 from torch import nn
 
 from wandistiller.distributed import collectives
-from wandistiller.engine.transfers import Topology, Transfer
+from wandistiller.engine.topology import Topology
 from wandistiller.engine.zero_memory import Bytes, one_at_a_time, round_up
 from wandistiller.experts import Expert
 from wandistiller.teacher.block_stream import BUFFERS, Buffers
@@ -69,9 +68,8 @@ class Streamed(Placement):
         both = one_at_a_time(experts)  # the buffers serve each, and stay
         return replace(both, device=both.device + both.transient, transient=0)
 
-    def traffic(self, config: TransformerConfig, topology: Topology) -> Iterator[Transfer]:
-        if topology.accelerator:
-            yield Transfer("its weights over PCIe", sum(self.split(config)[0].values()), "pcie")
+    def fetched(self, config: TransformerConfig, topology: Topology) -> int:
+        return sum(self.split(config)[0].values()) if topology.accelerator else 0
 
     def is_candidate(self, topology: Topology) -> bool:
         return topology.accelerator

@@ -1,0 +1,230 @@
+"""Seconds of steps and rollouts of published Wans, against sums done by hand and a step that was measured."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planned import EIGHT_80, ON_CPU, ONE_24, RATES, TWO_NODES
+from planned import published_job as job
+
+from wandistiller.cli.plan_report import duration
+from wandistiller.config.job import Job
+from wandistiller.planner.machine import Machine
+from wandistiller.planner.student_network import other_network
+from wandistiller.planner.time import PEAKS, SHARE, Rates, Times, override_rates, passes, usual_rates
+from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.files import read_json
+from wandistiller.utils.system_memory import GIB
+from wandistiller.wan.flops import forward_flops
+from wandistiller.wan.transformer import numels
+
+IMAGE = (16, 1, 60, 104)
+GPU = {"teacher_device_strategy": "gpu"}
+"""A teacher whose weights stay on each GPU."""
+FAST_BUS = Rates(tflops=100, pcie=1e6)
+
+
+def whole(run: Job) -> int:
+    """Bytes of one network of the teacher in bf16."""
+    return 2 * sum(numels(run.folder.config).values())
+
+
+def call(run: Job) -> float:
+    """Seconds of a forward pass of the teacher on one image, without guidance."""
+    return forward_flops(run.folder.config, IMAGE) / 1e12 / RATES.tflops
+
+
+def test_a_step_of_a_14b_s_lora_on_an_h100_is_planned_as_it_was_measured(published: Path) -> None:
+    """20.0 s, of the shipped recipe with 17 calls of the student for its samples, where 13.6 are usual."""
+    given = read_json("ds_configs/machines/1x16_wan2.1_14b_lora.json")
+    paths = ("teacher_path", "data_path", "output_dir")
+    run = job(published, ONE_24, **{key: value for key, value in given.items() if key not in paths})
+    machine = replace(ONE_24, device_name="NVIDIA H100 80GB HBM3")
+    assert Times(run, machine, usual_rates(machine)).step() == pytest.approx(20.0, rel=0.15)
+
+
+def test_weights_that_take_longer_than_what_uses_them_are_waited_for(published: Path) -> None:
+    run, slow_bus = job(published, ONE_24), Rates(tflops=100, pcie=0.1)
+    slow, fast = (Times(run, ONE_24, rates) for rates in (slow_bus, FAST_BUS))
+    computing = fast.computing()
+    assert fast.step() == pytest.approx(sum(computing.values()))
+    assert slow.moving() == pytest.approx(8 * whole(run) / 0.1e9)  # at each of eight micro-steps
+    assert slow.step() == pytest.approx(slow.moving() + computing["student"])
+
+
+@pytest.mark.parametrize(
+    ("machine", "placement", "share"),
+    [
+        (EIGHT_80, "replicated", 0),
+        (EIGHT_80, "zero_inference_cpu", 1 / 8),
+        (TWO_NODES, "zero_inference_cpu_node", 1 / 8),
+        (TWO_NODES, "sharded", 0),
+        (EIGHT_80, "streamed", 0.9838),  # its blocks
+        (ON_CPU, "streamed", 0),
+        (ON_CPU, "files", 0.9838),
+    ],
+)
+def test_of_the_teacher_s_weights_a_rank_or_its_node_fetches_its_share(
+    published: Path, machine: Machine, placement: str, share: float
+) -> None:
+    run = job(published, machine, teacher_deepspeed_config=f"ds_configs/teacher/{placement}.json")
+    fetched = run.teacher.fetched(run.folder.config, machine.topology)
+    assert fetched == pytest.approx(whole(run) * share, rel=1e-3)
+
+
+def test_a_disk_is_slower_than_the_bus(published: Path) -> None:
+    run = job(published, ONE_24, teacher_deepspeed_config="files")
+    assert Times(run, ONE_24, FAST_BUS).moving() == pytest.approx(0.9838 * whole(run) / 5e9, rel=1e-3)
+
+
+@pytest.mark.parametrize(("frames", "together"), [(1, 33), (81, 1)])
+def test_streamed_weights_come_once_for_all_micro_steps_whose_hidden_states_take_a_gib(
+    published: Path, frames: int, together: int
+) -> None:
+    ds = {
+        "train_batch_size": 66,
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+    }
+    size = {"num_frames": frames, "prepare_batch": 1, "deepspeed_config": ds | {"bf16": {"enabled": True}}}
+    run = job(published, ONE_24, teacher_deepspeed_config="stream", **size)
+    once = run.teacher.fetched(run.folder.config, ONE_24.topology) / 1e9 / RATES.pcie
+    assert Times(run, ONE_24, RATES).moving() == pytest.approx(66 / together * once)
+
+
+@pytest.mark.parametrize(("scale", "samples"), [(5.0, 2), (1.0, 1)])
+def test_guidance_computes_two_samples_and_a_scale_of_1_one(
+    published: Path, scale: float, samples: int
+) -> None:
+    run = job(published, ONE_24, guidance_scale=scale)
+    assert Times(run, ONE_24, RATES).computing()["teacher"] == pytest.approx(8 * samples * call(run))
+
+
+def test_a_student_makes_a_pass_its_recomputation_and_a_backward_pass(published: Path) -> None:
+    """Trained whole, its backward pass has twice the operations of the forward pass."""
+    run = job(published, ONE_24)
+    each = forward_flops(run.student_transformer, IMAGE) / 1e12 / RATES.tflops
+    assert passes(run)["student"] == (2, 1)
+    assert Times(run, ONE_24, RATES).computing()["student"] == pytest.approx(8 * 4 * each)
+
+
+def test_an_owner_computes_for_all_ranks_of_its_node_and_for_those_of_a_sample_once(published: Path) -> None:
+    owner = {"teacher_deepspeed_config": "ds_configs/teacher/owner.json", "num_frames": 81}
+    engine = {"deepspeed_config": "ds_configs/student/zero2.json"}
+    runs = (job(published, EIGHT_80, context_parallel=n, **owner, **engine) for n in (1, 4))
+    one, four = (Times(run, EIGHT_80, RATES) for run in runs)
+    alone = one.job.branches * 8 * one.job.batch.accumulation * one.job.batch.micro
+    flops = forward_flops(one.job.folder.config, (16, 21, 60, 104)) / 1e12 / RATES.tflops
+    assert one.computing()["teacher"] == pytest.approx(alone * flops)
+    assert four.computing()["teacher"] == pytest.approx(one.computing()["teacher"] / 4)
+    assert one.rollouts() == pytest.approx(four.rollouts())
+
+
+@pytest.mark.parametrize("media", [True, False])
+def test_a_step_computes_for_the_mean_of_the_buckets_that_media_are_cut_to(
+    published: Path, tmp_path: Path, *, media: bool
+) -> None:
+    for i in range(4):
+        (tmp_path / f"{i}.txt").write_text("a red circle")
+        (tmp_path / f"{i}.png").touch()
+    data = {"data_path": str(tmp_path)} if media else {}
+    sizes = [(480, 832), (240, 416)]
+    run = job(published, ONE_24, buckets=[list(s) for s in sizes], **data)
+    each = [forward_flops(run.folder.config, run.folder.latent_shape(*s, 1)) / 1e14 for s in sizes]
+    assert Times(run, ONE_24, RATES).call("teacher", 1) == pytest.approx(sum(each) / 2 if media else each[0])
+
+
+def test_a_head_start_takes_the_critic_s_passes_and_the_samples_for_them(published: Path) -> None:
+    """A sample takes 1.5 calls of the student to a drawn one of four steps, and one more for x0."""
+    dmd2 = {"name": "dmd2", "steps": 4, "critic_updates": 2}
+    run, plain = (job(published, EIGHT_80, objective=dmd2 | {"critic_warmup": n}, **GPU) for n in (7, 0))
+    each = forward_flops(run.student_transformer, IMAGE) / 1e12 / RATES.tflops
+    samples = run.batch.micro * run.batch.accumulation
+    warm_up = Times(run, EIGHT_80, RATES).warm_up()  # forward, again, twice backward
+    assert warm_up == pytest.approx(7 * samples * (4 + 2.5) * each, rel=1e-3)
+    assert Times(plain, EIGHT_80, RATES).warm_up() == 0
+
+
+def test_a_critic_of_adapters_from_the_teacher_is_as_large_as_from_the_student(published: Path) -> None:
+    lora = {"lora": {"rank": 8}, "student_config": {}}
+    runs = (
+        job(published, ONE_24, **lora, objective={"name": "dmd2", "critic_start": start})
+        for start in ("student", "teacher")
+    )
+    student, teacher = (other_network(run, run.objective.others["critic"]) for run in runs)
+    assert student == teacher and all(".lora_" in name for name in teacher.trained)
+
+
+def test_rollouts_are_every_step_of_the_path_of_each_sample_on_all_gpus(published: Path) -> None:
+    more = {"rollouts_per_prompt": 3, "rollout_steps": 20, "guidance_scale": 5.0, "max_steps": 1000}
+    run = job(published, EIGHT_80, **more, **GPU)
+    seconds = len(run.items) * 3 * 2 * 20 * call(run) / 8
+    assert Times(run, EIGHT_80, RATES).rollouts() == pytest.approx(seconds)
+
+
+def test_rollouts_that_an_earlier_stage_made_are_not_counted_again(published: Path) -> None:
+    """Of 80 samples 5 steps of 8 take 40."""
+    usual = {"rollouts_per_prompt": 10, "cache_dir": "cache"}
+    runs: list[Job] = []
+    for more in ({"max_steps": 5}, {}, {"guidance_scale": 2.0}, {"seed": 1}, {}):
+        run = job(published, ONE_24, "Wan2.1-T2V-1.3B", **usual | {"max_steps": 100} | more, **GPU)
+        runs.append(replace(run, previous=runs[-1] if runs else None))
+    first, *later = (Times(run, ONE_24, RATES).rollouts() for run in runs)
+    assert first > 0 and later == pytest.approx([first, 2 * first, 2 * first, 0])
+
+
+def test_a_run_takes_its_rollouts_and_steps(published: Path) -> None:
+    times = Times(job(published, ONE_24, max_steps=7), ONE_24, RATES)
+    assert times.whole() == pytest.approx(7 * times.step() + times.rollouts())
+
+
+@pytest.mark.parametrize(
+    ("gib", "name", "kind"),
+    [
+        (23.5, "", "4090"),
+        (79.1, "", "A100"),
+        (4, "", "4080"),
+        (24, "NVIDIA A10G", "A10"),
+        (80, "NVIDIA A100-SXM4-80GB", "A100"),
+        (80, "NVIDIA H100 80GB HBM3", "H100"),
+        (48, "NVIDIA L40S", "L40S"),
+        (48, "NVIDIA L40", "L40"),
+        (24, "NVIDIA L4", "L4"),
+    ],
+)
+def test_a_gpu_is_known_by_its_name_or_its_memory_and_reaches_a_third_of_its_peak(
+    gib: float, name: str, kind: str
+) -> None:
+    machine = replace(ONE_24, device_free=int(gib * GIB), device_name=name)
+    peak, pcie = PEAKS[kind]
+    assert usual_rates(machine) == Rates(SHARE * peak, pcie) and SHARE == 1 / 3
+
+
+def test_a_gpu_that_others_use_too_is_still_of_its_kind() -> None:
+    assert usual_rates(Machine(60 * GIB, GIB, GIB, 1, 1, device_total=80 * GIB)).tflops == 104
+
+
+def test_given_rates_replace_the_usual_ones() -> None:
+    assert override_rates(RATES, {"pcie": 12}) == Rates(tflops=100, pcie=12)
+    with pytest.raises(ConfigError, match=r"`rates\.memory` is 60\. Unknown key"):
+        override_rates(RATES, {"memory": 60})
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        *[(0.00012, "0.12 ms"), (0.0421, "42 ms"), (0.28, "0.28 s"), (1.26, "1.3 s"), (80.7, "81 s")],
+        *[(142, "142 s"), (3000, "50 min"), (5400, "1.5 h"), (360_000, "100.0 h")],
+    ],
+)
+def test_a_duration_is_in_the_unit_that_shows_it(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_a_teacher_on_the_cpu_beside_gpus_has_the_rate_of_the_cpu(published: Path) -> None:
+    found: list[float] = []
+    for name in ("gpu", "host_cpu"):
+        given: dict[str, Any] = {"teacher_deepspeed_config": name}
+        found.append(Times(job(published, ONE_24, **given), ONE_24, RATES).computing()["teacher"])
+    assert found[1] == pytest.approx(RATES.tflops * found[0])

@@ -1,0 +1,148 @@
+"""The words in which an objective's update is written: questions to networks, and the pass that learns.
+
+A script is a generator for one micro-step of one network's update. It yields a question, or a list of
+questions of one kind that do not depend on each other, and is sent the output, or the list of outputs. It
+returns the loss. It draws nothing and keeps nothing, so that it can be played again with the same outputs.
+"""
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from wandistiller.batch import Prediction, State
+
+T = TypeVar("T")
+TEACHER = "teacher"
+"""Role of the network that does not learn."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ask:
+    """A network's prediction at a state, without gradient."""
+
+    role: str
+    state: State
+    blocks: tuple[int, ...] = ()
+    """Blocks of the teacher whose hidden states are needed."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slope:
+    """The gradient in x_t_BCFHW of a number computed from a network's prediction."""
+
+    role: str
+    state: State
+    value: Callable[[Prediction], Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Learn:
+    """The prediction, with gradient, of the network that the update is for; a script asks for it once."""
+
+    state: State
+
+
+Question = Ask | Slope | Learn
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loss:
+    """Result of a script."""
+
+    rows_TB: Tensor
+    """Unweighted losses, float32."""
+    numbers: dict[str, Tensor] = field(default_factory=dict)
+    """Numbers_B for metrics."""
+
+
+Script = Generator[Question | list[Question], Any, Loss]
+
+
+class Play:
+    """A script in play: its next questions, and the outputs so far, by which it is played to here again."""
+
+    def __init__(self, begin: Callable[[], Script], outputs: Iterable[list[Any]] = ()):
+        """Begin a script; `outputs` answer its first questions."""
+        self._begin, self._script, self._outputs = begin, begin(), []
+        self.questions: list[Question] = []
+        """Those that are answered next; none at the end."""
+        self._is_list = False
+        self.loss: Loss | None = None
+        self._go_on(None)
+        for of_round in outputs:
+            self.answer(of_round)
+
+    def answer(self, outputs: list[Any]) -> None:
+        """Go on with the outputs for `questions`."""
+        self._outputs.append(outputs)
+        self._go_on(outputs if self._is_list else outputs[0])
+
+    def again(self) -> "Play":
+        """Play the script to here once more, with the same outputs."""
+        return Play(self._begin, self._outputs)
+
+    @property
+    def asks(self) -> bool:
+        """True if predictions without gradient are next."""
+        return any(isinstance(question, Ask) for question in self.questions)
+
+    @property
+    def learns(self) -> bool:
+        """True if the pass that learns is next."""
+        return any(isinstance(question, Learn) for question in self.questions)
+
+    def _go_on(self, output: Any) -> None:
+        try:
+            asked = self._script.send(output)
+        except StopIteration as end:
+            self.questions, self.loss = [], end.value
+            return
+        self._is_list = isinstance(asked, list)
+        self.questions = asked if self._is_list else [asked]
+
+
+def played(script: Generator[Ask, Prediction, T], answer: Callable[[Ask], Prediction]) -> T:
+    """Play a generator that asks one question at a time to its end; return its value."""
+    try:
+        asked = next(script)
+        while True:
+            asked = script.send(answer(asked))
+    except StopIteration as end:
+        return end.value
+
+
+def joined(scripts: Sequence[Script]) -> Generator[list[Question], list[Any], list[Loss]]:
+    """Play scripts of one micro-step side by side, with one pass that learns for all of them.
+
+    A state that several ask about is asked about once.
+    """
+    plays = [Play(lambda script=script: script) for script in scripts]
+    while asking := [play for play in plays if play.questions]:
+        of_round = [play for play in asking if not play.learns] or asking
+        questions, places = _once([question for play in of_round for question in play.questions])
+        outputs, place = (yield questions), iter(places)
+        for play in of_round:
+            play.answer([outputs[next(place)] for _ in play.questions])
+    return [play.loss for play in plays]
+
+
+def _once(questions: list[Question]) -> tuple[list[Question], list[int]]:
+    """Return different questions, and the place among them of each given one."""
+    different: list[Question] = []
+    places = []
+    for question in questions:
+        for place, known in enumerate(different):
+            if type(known) is type(question) is not Slope and known.state is question.state:
+                if isinstance(question, Learn):
+                    break
+                if known.role == question.role:
+                    blocks = tuple(sorted({*known.blocks, *question.blocks}))
+                    different[place] = replace(known, blocks=blocks)
+                    break
+        else:
+            place = len(different)
+            different.append(question)
+        places.append(place)
+    return different, places

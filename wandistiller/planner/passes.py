@@ -1,0 +1,163 @@
+"""Passes of a step: the objective's scripts, played on single numbers with networks whose outputs are 0."""
+
+import statistics
+from collections import Counter
+from dataclasses import fields
+from functools import partial
+from math import ceil
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from wandistiller.batch import STUDENT, Conditioning, Prediction
+from wandistiller.config.job import Job
+from wandistiller.data.micro_batches import MicroBatches
+from wandistiller.engine.batch_size import BatchSize
+from wandistiller.flow import FlowSchedule
+from wandistiller.objectives.objective import Objective
+from wandistiller.objectives.script import TEACHER, Ask, Learn, Play, Slope, played
+
+MOST_EXITS = 16
+"""Calls of a few-step student that learn, of those that are counted, evenly chosen."""
+
+
+class ScriptPasses(NamedTuple):
+    """Passes for a micro-step of a role's update."""
+
+    rolled_out: float
+    """Forward passes of the student, as it samples."""
+    before: Counter[str]
+    """Predictions before the pass that learns, by role."""
+    after: Counter[str]
+    """Predictions after it, by role."""
+    slopes: Counter[str]
+    """Gradients in a network's input, by role."""
+    states: int
+    """States in the pass that learns."""
+
+
+class Passes(NamedTuple):
+    """Passes of a network in a step for each sample, means of what is drawn; recomputed blocks left out."""
+
+    forward: float
+    backward: float
+
+
+def passes_asked(job: Job) -> dict[str, Passes]:
+    """Return the passes in a step by network: the teacher, the student, and those trained beside it."""
+    forward, backward = Counter(), Counter()
+    for role, updates in Counter(job.objective.updates).items():
+        scripts = played_scripts(job, role)
+        for one in scripts:
+            share = updates / len(scripts)
+            forward[STUDENT] += share * (one.rolled_out + one.states * previews(job, role, one))
+            for name, number in [*one.before.items(), *one.after.items()]:
+                forward[name] += share * number * (job.branches if name == TEACHER else 1)
+            for name, number in one.slopes.items():  # forward, and backward to the input alone
+                forward[name] += share * 2 * number
+            forward[role] += share * one.states
+            backward[role] += share * one.states
+    return {role: Passes(forward[role], backward[role]) for role in (TEACHER, STUDENT, *job.others)}
+
+
+def base_sweeps(job: Job) -> dict[str, float]:
+    """Return how often weights that all roles share come to the device in a step, by purpose: means.
+
+    Empty if they stay there, or if each role has its own.
+    """
+    if not (job.shares_base and job.teacher.sweeps):
+        return {}
+    steps, updates = job.batch.accumulation, Counter(job.objective.updates)
+    scripts = {role: played_scripts(job, role) for role in updates}
+    together, groups = job.rolled_out, ceil(steps / job.swept)
+    sweeps: Counter[str] = Counter()
+    if together > 1:  # as many as the longest
+        longest = max(one.rolled_out for of_role in scripts.values() for one in of_role)
+        sweeps["the student's samples"] = ceil(updates.total() * steps / together) * longest
+    else:
+        each = {role: statistics.mean(one.rolled_out for one in of_role) for role, of_role in scripts.items()}
+        sweeps["the student's samples"] = steps * sum(updates[role] * each[role] for role in updates)
+    student, *_ = scripts[STUDENT]
+    sweeps["the teacher's predictions"] = groups * student.before[TEACHER]
+    sweeps["the student's targets"] = groups * student.before[STUDENT]
+    sweeps["scores at samples"] = bool(student.after) * groups * (1 + previews(job, STUDENT, student))
+    sweeps["learning, forward and backward"] = 2 * steps * (updates.total() + student.slopes.total())
+    return {purpose: number for purpose, number in sweeps.items() if number}
+
+
+def previews(job: Job, role: str, one: ScriptPasses) -> bool:
+    """Return whether the pass that learns is made before without gradient, to know what is asked after it."""
+    return role == STUDENT and bool(one.after) and min(job.swept, job.batch.accumulation) > 1
+
+
+def played_scripts(job: Job, role: str) -> list[ScriptPasses]:
+    return passes_of(job.matched_objective, role, job.schedule)
+
+
+class _Zeros:
+    """Cached samples of one number each, as `MicroBatches` reads them."""
+
+    def x0(self, sample_index_B: list[int]) -> Tensor:
+        return torch.zeros(len(sample_index_B), 1, 1, 1, 2)
+
+    def conditioning(self, sample_index_B: list[int]) -> Conditioning:
+        return Conditioning(torch.zeros(len(sample_index_B), 1, 1))
+
+    def levels(self, sample_index_B: list[int]) -> Tensor:
+        return torch.linspace(1, 0, 101)
+
+    def states(self, sample_index_B: list[int], state_B: list[int]) -> Tensor:
+        return self.x0(sample_index_B)
+
+
+class _Features(dict[int, Tensor]):
+    """Hidden states of every block."""
+
+    def __missing__(self, block: int) -> Tensor:
+        return torch.zeros(1, 1, 1)
+
+
+class _EvenExits(FlowSchedule):
+    """A schedule whose exits are spread evenly over some consecutive updates."""
+
+    def uniform(self, name: str, update: int, *key: int) -> float:
+        number = updates_of(self)
+        return (update % number + 0.5) / number if name == "exit" else super().uniform(name, update, *key)
+
+
+def updates_of(schedule: FlowSchedule) -> int:
+    """Return in how many updates each exit of a few-step student occurs."""
+    return min(MOST_EXITS, len(schedule.exits())) if schedule.few else 1
+
+
+def passes_of(objective: Objective, role: str, schedule: FlowSchedule) -> list[ScriptPasses]:
+    """Count the passes for a micro-step of a role's update, for each exit of a few-step student."""
+    even = _EvenExits(**{f.name: getattr(schedule, f.name) for f in fields(schedule)})
+    return [_play(objective, role, even, update) for update in range(updates_of(schedule))]
+
+
+def _play(objective: Objective, role: str, schedule: FlowSchedule, update: int) -> ScriptPasses:
+    source = MicroBatches(_Zeros(), schedule, BatchSize(1, 1, 1), (1, 1, 1, 2))
+    rolled_out: list[Ask] = []
+    drawn = objective.draw(role, source, update, 0)
+    states = played(
+        objective.roll_out(role, drawn, schedule), lambda ask: rolled_out.append(ask) or _zero(ask)
+    )
+    counted = before, after, slopes = Counter(), Counter(), Counter()
+    play, predictions, learned = Play(partial(objective.script, role, states, schedule)), before, 0
+    while play.questions:
+        for question in play.questions:
+            if isinstance(question, Learn):
+                learned, predictions = learned + 1, after
+            else:
+                (slopes if isinstance(question, Slope) else predictions)[question.role] += 1
+        play.answer([*map(_zero, play.questions)])
+    return ScriptPasses(len(rolled_out), *counted, learned)
+
+
+def _zero(question: Ask | Slope | Learn) -> Prediction | Tensor:
+    v_BCFHW = torch.zeros_like(question.state.x_t_BCFHW)
+    return (
+        v_BCFHW if isinstance(question, Slope) else Prediction(v_BCFHW, _Features({0: torch.zeros(1, 1, 1)}))
+    )
