@@ -65,7 +65,7 @@ def plan_output(
         str(published / "prompts.txt"),
     ]
     assert main(["plan", *words, *machine.split(), *more]) == (0 if fits else 2)
-    return capsys.readouterr().err
+    return capsys.readouterr().out
 
 
 def pipeline(folder: Path, width: int, layers: int) -> Path:
@@ -133,7 +133,7 @@ def measured(given: dict[str, Any], ranks: int) -> dict[str, int]:
 def job_here(given: dict[str, Any], ranks: int) -> tuple[Job, Machine]:
     """A recipe's run on this machine, and that machine with so many ranks."""
     machine = replace(machine_now(), ranks=ranks, ranks_on_node=ranks)
-    return read_job(merged(given, {}, None, ranks), ranks), machine
+    return read_job(merged(given, {}, None), ranks), machine
 
 
 def predicted(given: dict[str, Any], ranks: int) -> dict[str, int]:

@@ -189,9 +189,9 @@ def test_a_plan_counts_the_critic_and_no_rollouts(folder: Path, wan2: Path) -> N
     plans = {}
     for name, objective in {"with": DMD2, "without": "velocity"}.items():
         file = recipe_file(folder, wan2, f"plan_{name}", **SETTINGS | {"objective": objective})
-        plans[name] = wandistiller("plan", "--recipe", file).stderr
+        plans[name] = wandistiller("plan", "--recipe", file).stdout
     file = recipe_file(folder, wan2, "plan_warm", **SETTINGS | {"objective": DMD2 | {"critic_warmup": 50}})
-    plans["warm"] = wandistiller("plan", "--recipe", file).stderr
+    plans["warm"] = wandistiller("plan", "--recipe", file).stdout
     assert "of the critic alone" in plans["warm"] and "of the critic alone" not in plans["with"]
     counted = ["critic's weights", " the critic\n", " backward of the critic\n"]
     assert all(line in plans["with"] and line not in plans["without"] for line in counted)

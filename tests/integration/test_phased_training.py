@@ -126,7 +126,7 @@ def test_adapters_of_the_high_noise_expert_raise_the_alarm_of_a_critic_that_lear
 def test_a_plan_counts_one_expert_of_each_role_and_the_finished_one(folder: Path, wan2: Path) -> None:
     given = recipe(folder, wan2, output_dir=str(folder / "plan"), shift=SHIFT, stages=STAGES)
     del given["max_steps"], given["student_config"]
-    jobs = read_jobs(runs_of(given, {}, None, 1), 1)
+    jobs = read_jobs(runs_of(given, {}, None), 1)
     phases = [plan(job, this_machine(folder))["train"] for job in jobs]
     assert "student's finished expert" in phases[2].kept and "student's finished expert" not in phases[1].kept
     teachers = [phase.kept["teacher's weights"].host for phase in phases]

@@ -117,7 +117,7 @@ def planned(recipe: str, machine: list[str], capsys: pytest.CaptureFixture) -> s
     """The output of `plan` for a recipe."""
     capsys.readouterr()
     assert main(["plan", "--recipe", recipe, *machine]) == 0
-    return capsys.readouterr().err
+    return capsys.readouterr().out
 
 
 @pytest.fixture

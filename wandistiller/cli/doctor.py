@@ -46,8 +46,7 @@ def run(flags: DoctorFlags) -> None:
     lines += differences(collectives.gather_objects((socket.gethostname(), required | extras | parts)))
     lines += [*_memory(), *slow_bf16()]
     collectives.destroy()
-    for line in lines:
-        collectives.log0("%s", line)
+    collectives.show(*lines)
 
 
 def _parts() -> dict[str, str]:

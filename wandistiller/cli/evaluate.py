@@ -71,8 +71,7 @@ def evaluate(evaluation: Evaluation, ranks: Ranks = ALONE) -> Evaluated:
     student, errors = evaluator.student()
     result, rows = summary(evaluation, collectives.gather_objects((teacher, student, errors)))
     if collectives.rank() == 0:
-        for text in write(evaluation, result, rows):
-            collectives.log0("%s", text)
+        collectives.show(*write(evaluation, result, rows))
     return result
 
 

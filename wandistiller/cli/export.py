@@ -6,6 +6,7 @@ import torch
 
 from wandistiller.checkpoint.loading import STATE
 from wandistiller.cli.flags import ExportFlags
+from wandistiller.distributed import collectives
 from wandistiller.export import hub
 from wandistiller.export.formats.base import formats
 from wandistiller.export.source import Source, read_source
@@ -32,10 +33,9 @@ def run(flags: ExportFlags) -> None:
     if problems := inside_problems("output", flags.output, inputs):
         raise ConfigError(*problems)
     exported = replace(written, repository=repository).write(source, flags.output)
-    for path in exported:
-        print(path)
+    collectives.show(*exported)
     if repository:
-        print(hub.push(exported, repository, flags.private))
+        collectives.show(hub.push(exported, repository, flags.private))
 
 
 def _source(flags: ExportFlags, name: str) -> Source:

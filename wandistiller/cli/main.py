@@ -26,9 +26,6 @@ def main(argv: list[str] | None = None) -> int:
     process.set_defaults(os.environ)
     drop_noise()
     command, flags = read(argv)
-    if too_little := process.too_little_memory():
-        print(too_little, file=sys.stderr)
-        return process.OUT_OF_MEMORY
     if command in ("prepare", "train", "plan") and launchers.is_first(os.environ):
         print(READING, file=sys.stderr, flush=True)
     try:  # imported here, so that --help and a wrong flag take no seconds

@@ -7,6 +7,7 @@ import os
 import shutil
 import types
 import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,8 +15,8 @@ from wandistiller import __version__
 from wandistiller.cli import flags
 from wandistiller.config.aliases import OlderSettings
 from wandistiller.config.run_config import RunConfig
-from wandistiller.utils.errors import closest
-from wandistiller.utils.files import PATH_ENDS, at_home
+from wandistiller.utils.errors import closest, is_text
+from wandistiller.utils.files import OTHER_PATHS, PATH_ENDS, at_home
 
 COMMANDS = {
     "prepare": "encode prompts, images, videos, or let the teacher make latents; fills the cache",
@@ -27,7 +28,7 @@ COMMANDS = {
     "report": "a run's curves, pictures, evaluation and settings in one HTML file",
     "doctor": "whether this machine has what a run needs; what to install",
 }
-OF_RUN = "[--recipe FILE] [any flag below; it wins over the recipe, not over a named DeepSpeed JSON]"
+OF_RUN = "[--recipe FILE] [any flag below; it wins over the recipe and its JSONs]"
 USAGE = dict.fromkeys(("prepare", "train", "plan"), OF_RUN) | {
     "evaluate": "--student_path S [--teacher_path T] [any flag below]"
 }
@@ -40,6 +41,8 @@ IGNORED = "ignored"
 """Destination of flags that are accepted and change nothing."""
 UNLISTED = ("sample_interval", "sample_dir")
 """Settings of older command lines that are accepted, and not in the help."""
+NAMES_FILES = (*OTHER_PATHS, "lora", "teacher_lora", "image", "last_image", "prompts")
+"""Settings beside those with `PATH_ENDS` whose values are, or may be, names of files and folders."""
 METAVARS = {int: "INT", float: "NUMBER", str: "TEXT", dict: "JSON", Path: "PATH"}
 """Type of a flag -> the word for its value in the help."""
 
@@ -130,11 +133,16 @@ def _text_or_json(text: str) -> Any:
     return _json(text) if text.lstrip().startswith(("{", "[")) else text
 
 
-def _path(text: str) -> Path:
-    """Return a path; an empty one is a variable that is not set, and would be the current folder."""
-    if not text:
-        raise argparse.ArgumentTypeError("is empty. Is a variable in the quotes not set?")
-    return Path(text)
+def _of_path(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return `read` for a flag that names files or folders; blank text names none, and Path("") is `.`."""
+
+    def named(text: str) -> Any:
+        if text.strip() and is_text(text):
+            return read(text)
+        remedy = "Name one, or leave the flag out; is a variable of the shell unset?"
+        raise argparse.ArgumentTypeError(f"{text!r} can name no file or folder. {remedy}")
+
+    return named
 
 
 def _add_flags(command: argparse.ArgumentParser, settings: type) -> None:
@@ -168,7 +176,8 @@ def _of_field(f: dataclasses.Field, hint: Any) -> dict[str, Any]:
         how["nargs"] = "+"
     name = METAVARS[Path if f.name.endswith(PATH_ENDS) else kind]
     read = _json if kind is dict else _text_or_json if kind is str and dict in kinds else kind
-    read = _path if kind is Path else read
+    if f.name.endswith(PATH_ENDS) or f.name in NAMES_FILES:
+        read = _of_path(read)
     return {"type": read, "metavar": name} | how
 
 

@@ -18,7 +18,6 @@ from wandistiller.planner.resolve_auto import HELPS, choices, chosen, left_open
 from wandistiller.planner.time import Rates, Times, override_rates, usual_rates
 from wandistiller.utils.errors import ConfigError, folder_problems, problem
 from wandistiller.utils.files import read_json
-from wandistiller.utils.logging import setup_logging
 from wandistiller.utils.system_memory import GIB
 
 MACHINE = ("nodes", "gpus", "gpu_memory", "gpu_name", "host_memory", "disk")
@@ -36,9 +35,7 @@ def run(flags: PlanFlags) -> None:
             plan_lines(flags, lines)
     finally:  # where nothing fits, they say why
         if lines:
-            setup_logging("info")
-        for line in lines:
-            collectives.log0("%s", line)
+            collectives.show(*lines)
     if launched:
         collectives.destroy()
 
@@ -55,7 +52,7 @@ def plan_lines(flags: PlanFlags, lines: list[str]) -> None:
     machine, here = described(flags), all(getattr(flags, key) is None for key in MACHINE)
     defaults = {} if "output_dir" in values else {"output_dir": "runs/plan"}
     settings = defaults | flags.settings | {"resume": "never"}
-    runs = runs_of(values, settings, flags.recipe, machine.ranks, emulates_bf16() if here else None)
+    runs = runs_of(values, settings, flags.recipe, emulates_bf16() if here else None)
     with placing(flags.recipe, flags.settings):
         jobs = read_jobs(runs, machine.ranks, here=here)
     rates, price = override_rates(usual_rates(machine), flags.rates), flags.price_per_gpu_hour

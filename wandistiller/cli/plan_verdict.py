@@ -107,7 +107,7 @@ def adapters_of(given: dict[str, Any], job: Job, machine: Machine) -> Recipe | N
         k: v for k, v in given.items() if k in own
     }
     try:
-        runs = runs_of(values, {"resume": "never"}, None, machine.ranks)
+        runs = runs_of(values, {"resume": "never"}, None)
         stages = read_jobs(runs, machine.ranks, here=False)
     except ConfigError:
         return None

@@ -1,7 +1,6 @@
 """State of the process around a command: environment, encoding, standard streams, memory, exit code."""
 
 import os
-import resource
 import sys
 import zlib
 from codecs import lookup
@@ -20,9 +19,6 @@ DEFAULTS = {
     "COMET_DISABLE_AUTO_LOGGING": "1",  # it would have to be imported before torch
 }
 """Environment variables for libraries, where the user has set none."""
-
-ADDRESS_SPACE = 2**30
-"""Bytes of address space without which imports fail in many ways or hang: libraries alone took 0.83 GiB."""
 
 
 def set_defaults(env: MutableMapping[str, str]) -> None:
@@ -69,14 +65,3 @@ def open_streams() -> None:
             setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8"))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")
-
-
-def too_little_memory() -> str:
-    """Describe a limit of address space that is too small for the libraries; empty if there is none."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit == resource.RLIM_INFINITY or limit >= ADDRESS_SPACE:
-        return ""
-    return (
-        f"Out of memory: this shell allows {limit / 2**30:.2f} GiB of address space (ulimit -v), and the "
-        f"libraries alone take {ADDRESS_SPACE / 2**30:.0f}. Write `ulimit -v unlimited`."
-    )

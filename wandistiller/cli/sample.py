@@ -33,8 +33,7 @@ def run(flags: SampleFlags) -> None:
         collectives.log0("%s", line)
     ranks = Ranks.in_groups_of(flags.context_parallel)
     files = sample(model, items, flags.output, settings, flags.seed, dtype, ranks)
-    if collectives.rank() == 0:
-        print(*files, sep="\n")
+    collectives.show(*files)
     collectives.destroy()
 
 

@@ -1,10 +1,12 @@
 """Older names of settings: each becomes its recipe key before anything else reads it."""
 
+import os
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from wandistiller.distributed.launchers import is_first
 from wandistiller.teacher.strategies import strategies
-from wandistiller.utils.errors import problem
+from wandistiller.utils.logging import log
 from wandistiller.utils.validation import types_of, value_problems
 
 TEACHER = "teacher_deepspeed_config"
@@ -33,7 +35,7 @@ class OlderSettings:
 
 
 def without_aliases(where: str, given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings with recipe keys alone, and the problems of older ones that contradict another."""
+    """Return the settings with recipe keys alone, and the problems of older ones; a recipe key wins."""
     older, types = fields(OlderSettings), types_of(OlderSettings)
     values = {key: value for key, value in given.items() if key not in types}
     if problems := value_problems(where, given, types):
@@ -41,16 +43,11 @@ def without_aliases(where: str, given: dict[str, Any]) -> tuple[dict[str, Any], 
     for name, key, means in ((f.name, f.metadata["key"], f.metadata["means"]) for f in older):
         if given.get(name) in (None, False):
             continue
-        value = means or given[name]
-        if not _same(values.setdefault(key, value), value):
-            remedy = f"It stands for `{key}` {value}, and that is {values[key]}. Keep one."
-            problems.append(problem(where, name, given[name], remedy))
+        value, taken = means or given[name], values.get(key)
+        if taken not in (None, value) and is_first(os.environ):
+            log.warning("%s: `%s` %s is not used: `%s` is %s", where, name, given[name], key, taken)
+        values.setdefault(key, value)
     return values, problems
-
-
-def _same(given: Any, value: Any) -> bool:
-    """Return whether two values of a setting mean the same: a shipped JSON has several names."""
-    return given == value or (isinstance(given, str) and teacher_file(given) == teacher_file(value))
 
 
 def teacher_file(name: str) -> str:

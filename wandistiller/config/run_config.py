@@ -9,6 +9,7 @@ from pydantic import Field
 
 from wandistiller.teacher.strategies import strategies
 from wandistiller.utils.errors import ConfigError, impossible_values, problem
+from wandistiller.utils.files import PATH_ENDS
 from wandistiller.utils.registry import names_in
 from wandistiller.utils.validation import Count, Positive, Seed, check, types_of, write
 from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
@@ -19,6 +20,7 @@ ZERO = "zero_optimization"
 """Section of the student's JSON that AUTO in its place leaves to it too; the rest of the JSON stays."""
 DEFAULT_ENGINE = "ds_configs/student/zero2_offload.json"
 """The student's engine; `auto` changes some of its keys."""
+DEFAULT_TEACHER = "ds_configs/teacher/zero_inference_cpu.json"
 Amount = Annotated[int, Gt(0), Le(10**6)]
 SamplingSteps = Annotated[int, Gt(0), Le(1000)]  # of the noise levels that a Wan was trained at
 TrainingSteps = Annotated[int, Gt(0), Le(10**9)]
@@ -79,7 +81,7 @@ class RunConfig:
     student_config: JsonFile = paths("ds_configs/students/half.json", "the student's architecture and start")
     deepspeed_config: JsonFile = paths(DEFAULT_ENGINE, "the student's engine, or auto")
     teacher_deepspeed_config: JsonFile = paths(
-        "ds_configs/teacher/zero_inference_cpu.json",
+        DEFAULT_TEACHER,
         f"the teacher's engine: its placement; a shipped one's name will do: {', '.join(strategies())}",
     )
     batch_size: Amount | None = engines(
@@ -212,7 +214,9 @@ def read_run_config(values: dict[str, Any], flags: dict[str, Any], where: str = 
     run, given = RunConfig(**(good | good_flags)), values | flags
     missing = [key for key in PATHS if given.get(key, "") == ""]
     wrong = {key: f"`{key}` is missing. Give --{key} or the recipe key." for key in missing}
-    wrong |= {key: f"`{key}` is empty. Name a JSON file." for key in JSON_FILES if given.get(key) == ""}
+    blank = [key for key in types if key.endswith(PATH_ENDS) or key == "teacher_lora"]
+    blank = [key for key in blank if isinstance(given.get(key), str) and not given[key].strip()]
+    wrong |= {key: f"`{key}` is empty. Name a file or folder." for key in blank if key not in missing}
     for one, other in EITHER:
         if given.get(one) is not None and given.get(other) is not None:
             wrong[one] = f"`{one}` and `{other}` are both given. Keep one."

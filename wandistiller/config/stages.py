@@ -34,17 +34,16 @@ FITTING_NAME = re.compile(r"[A-Za-z0-9][\w-]{0,63}")
 
 
 def read_runs(
-    recipe: str | None, flags: dict[str, Any], world: int | None = None, emulated: bool | None = None
+    recipe: str | None, flags: dict[str, Any], emulated: bool | None = None
 ) -> dict[str, RunConfig]:
     """Read a recipe's file and merge the flags; see `runs_of`."""
-    return runs_of(read_json(recipe) if recipe else {}, flags, recipe, world, emulated)
+    return runs_of(read_json(recipe) if recipe else {}, flags, recipe, emulated)
 
 
 def runs_of(
     values: dict[str, Any],
     flags: dict[str, Any],
     recipe: str | None,
-    world: int | None = None,
     emulated: bool | None = None,
 ) -> dict[str, RunConfig]:
     """Return the run of a recipe, or the runs of its stages by name, in order; flags win over both.
@@ -52,14 +51,13 @@ def runs_of(
     A stage's own keys replace the recipe's others. It writes to OUTPUT/1_NAME, and all use one cache.
 
     Args:
-        world: number of ranks; default those of this launch.
         emulated: as in `merged`.
 
     Raises:
         ConfigError: with all problems of all stages; those that all have are reported once.
     """
     if STAGES not in values:
-        return {"": merged(values, flags, recipe, world, emulated)}
+        return {"": merged(values, flags, recipe, emulated)}
     where, values, flags = recipe or "recipe", dict(values), dict(flags)
     stages = values.pop(STAGES)
     if problems := _stage_problems(where, stages, values | flags):
@@ -80,7 +78,7 @@ def runs_of(
             given = {key: value for key, value in flags.items() if key != "student_config"}
         folder = str(own.get("output_dir"))
         try:
-            runs[stage[NAME]] = merged(own, given, place, world, emulated)
+            runs[stage[NAME]] = merged(own, given, place, emulated)
         except ConfigError as error:
             found.append([(text.replace(place, where), text) for text in error.problems])
     if found:

@@ -1,14 +1,14 @@
 """A run in a few lines."""
 
+from typing import Any
+
 import torch
 
 from wandistiller.config.identity import tuning
 from wandistiller.config.job import Job
 from wandistiller.data.dataset import MediaType
 from wandistiller.data.lines import NEGATIVE_PROMPT
-from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.kernels import emulates_bf16
-from wandistiller.engine.lr_preview import LEAD, steps_without_learning
 from wandistiller.student.shared_base import obstacle
 from wandistiller.student.start_places import start_lines
 from wandistiller.teacher.teacher_json import quantized_facts
@@ -17,29 +17,6 @@ from wandistiller.wan.transformer import count_parameters
 
 NOT_BESIDE = "{}, which is not beside the table, and the like"
 OF_ALL = "that of the recipe is for all prompts"
-
-
-def without_learning(engine: EngineConfig, max_steps: int) -> list[str]:
-    """Name the steps whose learning rate is 0, for they train nothing; empty if there are none."""
-    first, last = steps_without_learning(engine, max_steps)
-    kind = engine.section("scheduler").get("type")
-    why = f"by {kind}" if kind else "in the student's JSON"
-    if first >= max_steps:
-        cure = f'"max_steps" above {first}' if first < max_steps + LEAD else "a learning rate above 0"
-        text = f"the learning rate of all {max_steps} steps is 0 {why}: nothing is trained. Write {cure}"
-        return [f"warning   {text}" + (", or remove `scheduler`" if kind else "")]
-    lines = []
-    if first:
-        steps = "step 1" if first == 1 else f"steps 1 to {first}"
-        lines.append(
-            f"schedule  {kind} begins with a learning rate of 0: {steps} of {max_steps} train nothing"
-        )
-    if last:
-        lines.append(
-            f"warning   the learning rate is 0 {why} from step {max_steps - last + 1} on: {last} of "
-            f'{max_steps} steps train nothing. Write a larger `total_num_steps`, or "auto"'
-        )
-    return lines
 
 
 def is_emulated(job: Job) -> bool:
@@ -85,13 +62,38 @@ def summary(job: Job) -> list[str]:
         f"data      {media} of {len(job.items)} rows have media, "
         f"{r.height}x{r.width}, {r.num_frames} frame(s){left_out}",
         *unused,
-        *(f"{key:<14} {value}" for key, value in tuning(job).items()),
+        *(f"{key:<9} {in_words(value)}" for key, value in _tuning(job).items()),
         *start_lines(job),
         *_base(job),
         f"objective {job.objective}",
         f"batch     {b.total} a step = {b.micro} x {b.accumulation} micro-steps x {b.ranks} {sharing}",
-        *without_learning(job.student_engine, r.max_steps),
-        f"run       {r.max_steps} steps{_high_noise(job)}, shift {r.shift}, seed {r.seed}, into {job.output}",
+        *(f"setting   {line}" for line in job.student_engine.overridden + job.teacher.engine.overridden),
+        *_after_schedule(job),
+        f"run       {r.max_steps} steps{_high_noise(job)}, shift {r.shift:.4g}, seed {r.seed}, "
+        f"into {job.output}",
+    ]
+
+
+def _tuning(job: Job) -> dict[str, Any]:
+    """Return the settings of trained parts, with the files that adapters begin with by their names."""
+    return tuning(job) | ({"lora": job.run.lora} if job.run.lora else {})
+
+
+def in_words(value: Any) -> str:
+    """Write a setting without brackets and quotes: `rank 32, targets to_q to_k`."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {in_words(inner)}" for key, inner in value.items())
+    return " ".join(map(in_words, value)) if isinstance(value, list) else str(value)
+
+
+def _after_schedule(job: Job) -> list[str]:
+    """Warn of steps after the end of a schedule, in which WarmupDecayLR's rate is 0."""
+    length = job.student_engine.section("scheduler.params").get("total_num_steps", job.run.max_steps)
+    if length >= job.run.max_steps:
+        return []
+    return [
+        f"warning   the schedule ends at step {length} (`total_num_steps`) of {job.run.max_steps}, and its "
+        'last rate, which may be 0, is that of the others. Write a larger one, or "auto"'
     ]
 
 

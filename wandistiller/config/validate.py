@@ -9,12 +9,12 @@ from wandistiller.checkpoint import resume
 from wandistiller.config.cross_checks import combined_problems, own_problems, replicas
 from wandistiller.config.identity import end_of, resumed
 from wandistiller.config.job import Job
-from wandistiller.config.run_config import AUTO, DEFAULT_ENGINE, ZERO, RunConfig
+from wandistiller.config.run_config import AUTO, DEFAULT_ENGINE, DEFAULT_TEACHER, ZERO, RunConfig
 from wandistiller.config.start import Start, read_start
 from wandistiller.data.dataset import GIVEN, PromptDataset, read_dataset
 from wandistiller.data.lines import clean
 from wandistiller.engine.ds_config import load, student_engine
-from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides, fill_auto, fill_steps
+from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides, fill_auto
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.preflight import config_problems
 from wandistiller.objectives.registry import read_objective
@@ -178,7 +178,10 @@ def read_engine(
     if json.raw.get(ZERO) == AUTO:
         json = json.replaced(**{ZERO: load(DEFAULT_ENGINE).raw[ZERO]})
     overrides = EngineOverrides(**{f.name: getattr(run, f.name) for f in dataclasses.fields(EngineOverrides)})
-    json = fill_steps(fill_auto(apply_overrides(json, overrides), transformer.width), steps)
+    json = apply_overrides(json, overrides)
+    if source == DEFAULT_ENGINE:  # its values are defaults
+        json = dataclasses.replace(json, overridden=())
+    json = fill_auto(json, steps)
     engine = student_engine(json, ranks).with_number_of_checkpoints(transformer.num_layers, PARTS)
     if problems := config_problems(engine, here=here):
         raise ConfigError(*problems)
@@ -194,9 +197,12 @@ def read_teacher(run: RunConfig, world: int, *, here: bool) -> Placement:
     Raises:
         ConfigError: with all problems at once.
     """
-    teacher = read_placement(
-        load(run.teacher_deepspeed_config, strategies()).in_precision(run.teacher_dtype), world
-    )
+    source, dtype = run.teacher_deepspeed_config, run.teacher_dtype
+    named = load(source, strategies())
+    json = named.in_precision(dtype)
+    if source != DEFAULT_TEACHER:
+        json = json.noting("teacher_dtype", dtype, named)
+    teacher = read_placement(json, world)
     problems = config_problems(teacher.engine, here=here)
     if problems := problems + (missing_problems(teacher.engine, teacher.weights) if here else []):
         raise ConfigError(*problems)

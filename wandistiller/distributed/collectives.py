@@ -1,11 +1,9 @@
 """The only module that talks to other ranks: their numbers, collectives, and errors raised on all of them."""
 
-import json
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,15 +18,14 @@ from torch.distributed import Store, TCPStore
 
 from wandistiller.distributed import gpus
 from wandistiller.distributed.device import default_backend, device, nccl_version, on_accelerator
+from wandistiller.distributed.meeting import Meeting
 from wandistiller.distributed.shutdown import Stopped, stopping
-from wandistiller.distributed.watchdog import GRACE_SECONDS, Watchdog, open_store
+from wandistiller.distributed.watchdog import Watchdog, open_store
 from wandistiller.utils.errors import ConfigError, Problems
-from wandistiller.utils.logging import current, log, log_to_file, set_activity, setup_logging
+from wandistiller.utils.logging import current, log, log_to_file, set_activity, setup_logging, write_result
 
 COLLECTIVE_TIMEOUT = timedelta(days=1)
 """Timeout of the backends, which cannot tell a long phase of another rank from a hang; the watchdog can."""
-MEETING_TIMEOUT = timedelta(minutes=30)
-"""Time in which all ranks must come, from rank 0's on: one that fails before that cannot tell the others."""
 watchdog = Watchdog()
 """This rank's watch over the others; idle until `init`."""
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -64,6 +61,12 @@ def log0(message: str, *args: object, level: int = logging.INFO) -> None:
         log_to_file(message % args if args else message)  # as logging does
 
 
+def show(*lines: object) -> None:
+    """Print results on stdout, on rank 0; progress and log go to stderr."""
+    if rank() == 0:
+        write_result("\n".join(map(str, lines)))
+
+
 def init(log_level: str = "info") -> None:
     """Join the other ranks; without a launcher be the only one. Collective."""
     global watchdog
@@ -75,60 +78,16 @@ def init(log_level: str = "info") -> None:
         os.environ.update(alone | {"MASTER_PORT": "0"})  # any that is free
     gpus.take_gpu()
     if not dist.is_initialized():
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        set_activity(f"waiting for all {world_size()} ranks at {address}")
         watchdog = Watchdog(rank(), world_size())
         watchdog.start()
-        _init_backend(_meet(address))
+        meeting = Meeting(watchdog)
+        set_activity(f"waiting for all {world_size()} ranks at {meeting.address}")
+        _init_backend(meeting.attend())
         set_activity("starting")
 
 
-def _meet(address: str) -> Store:
-    """Wait for all ranks; return the store in which they do. Collective.
-
-    Raises:
-        DistError: not all have come in time; the watchdog knows which.
-    """
-    store, absent = None, [0]
-    try:
-        store = _meeting_store()
-        met = dist.PrefixStore("met", store)
-        met.set(f"{rank()}", "")
-        if rank() == 0:  # which decides for all
-            met.set("absent", json.dumps(_absent(met)))
-        met.wait(["absent"], 2 * MEETING_TIMEOUT)
-        absent = json.loads(met.get("absent"))
-        if absent:
-            raise dist.DistStoreError("not all ranks have come")
-    except dist.DistError:
-        if store or rank():
-            watchdog.miss(absent, address)
-        time.sleep(GRACE_SECONDS * (rank() == 0))  # the others read from here
-        raise
-    store.set_timeout(COLLECTIVE_TIMEOUT)
-    return store
-
-
-def _absent(met: Store) -> list[int]:
-    """Return the ranks that have not come in time."""
-    ranks = range(world_size())
-    with suppress(dist.DistError):
-        met.wait([f"{r}" for r in ranks], MEETING_TIMEOUT)
-    return [r for r in ranks if not met.check([f"{r}"])]
-
-
-def _meeting_store() -> Store:
-    """Open the store at the address that the launcher gives; it is on rank 0, or in torchrun."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    own = rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    how = {"wait_for_workers": False, "multi_tenant": True}
-    store = TCPStore(host, port, world_size(), own, MEETING_TIMEOUT, **how)
-    os.environ["MASTER_PORT"] = f"{store.port}"
-    # torchrun's keeps what ranks wrote before `--max_restarts` started them again (torch 2.13)
-    return dist.PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-
-
 def _init_backend(store: Store) -> None:
+    store.set_timeout(COLLECTIVE_TIMEOUT)
     if world_size() > 1:  # before the backend, in which a rank may be lost too
         watchdog.join(_common_store(store))
     name = default_backend()
@@ -151,14 +110,14 @@ def _init_backend(store: Store) -> None:
     groups._get_data_parallel_group()
 
 
-def _common_store(meeting: Store) -> TCPStore:
+def _common_store(store: Store) -> TCPStore:
     """Connect this rank to the store of all watchdogs, which rank 0 has. Collective."""
     host = os.environ["MASTER_ADDR"]
     if rank() == 0:
         own = open_store(0, world_size(), host, 0)
-        meeting.set("watchdog", f"{own.port}")
+        store.set("watchdog", f"{own.port}")
         return own
-    return open_store(rank(), world_size(), host, int(meeting.get("watchdog")))
+    return open_store(rank(), world_size(), host, int(store.get("watchdog")))
 
 
 def gather_problems(problems: list[str]) -> list[str]:
@@ -189,7 +148,7 @@ def raise_on_all_ranks(kind: type[Problems] = ConfigError) -> Iterator[None]:
 
 def _join() -> None:
     if world_size() > 1 and not dist.is_initialized():
-        init("warning")
+        init()
 
 
 def all_reduce_sum(value: float) -> float:

@@ -21,8 +21,6 @@ LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MPI_LOCALNRANKS", *(n[3] for n
 PORTS = range(20000, 30000)  # below those that Linux hands out: ip-sysctl.rst, ip_local_port_range
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "CROSS_RANK", "CROSS_SIZE")
 """Variables that are whole numbers from 0 on."""
-COUNTED = {"LOCAL_SIZE", "MPI_LOCALNRANKS", *(name for names in LAUNCHERS.values() for name in names)}
-"""Variables that begin with one."""
 LAST_PORT = 65_535
 
 
@@ -31,19 +29,16 @@ def environment_problems(env: Mapping[str, str]) -> list[str]:
     remedy = "Launchers set it; if a script does, write one there, or unset it."
     problems = [
         f"environment: {name} is {env[name]!r}, which is no whole number. {remedy}"
-        for names, shape in ((NUMBERS, r"\d{1,9}"), (sorted(COUNTED), r"\d{1,9}(\D.*)?"))
-        for name in names
-        if name in env and not re.fullmatch(shape, env[name], re.ASCII)
+        for name in NUMBERS
+        if name in env and not re.fullmatch(r"\d{1,9}", env[name], re.ASCII)
     ]
     if problems:
         return problems
     numbers = {name: int(env[name]) for name in NUMBERS if name in env}
     for place, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        if place in numbers and numbers[place] >= numbers.get(size, numbers[place] + 1):
-            problems.append(
-                f"environment: {place} is {env[place]}, but {size} is {env[size]}. Ranks count from 0: start "
-                f"{env[size]} processes with {place} 0 to {max(0, numbers[size] - 1)}."
-            )
+        if numbers.get(place, -1) >= numbers.get(size, LAST_PORT):
+            text = f"environment: {place} is {env[place]}, but {size} is {env[size]}. Ranks count from 0."
+            problems.append(text)
     if "RANK" in env and (
         lost := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
     ):

@@ -84,12 +84,11 @@ class Watchdog:
 
     def miss(self, ranks: list[int], address: str) -> None:
         """Note which ranks are not where all meet; `who_failed` tells it."""
-        absent = ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
         seconds = time.monotonic() - self._polled
         text = (
-            f"Of {self.world} ranks these are not at {address} after {seconds:.0f} s: {absent}. Their own "
-            "last lines say why if they have failed; else their nodes have not started them, or do not reach "
-            "that address and port."
+            f"Of {self.world} ranks these are not at {address} after {seconds:.0f} s: {listed(ranks)}. Their "
+            "own last lines say why if they have failed; else their nodes have not started them, or do not "
+            "reach that address and port."
         )
         self._missed = FailureNotice(ranks[0], FAULT, text)
 
@@ -258,6 +257,11 @@ class Watchdog:
         with suppress(Exception):  # the context may run out of memory too
             context = self.failure_context(notice)
         return f"rank {self.rank}: stopped in: {current.activity}; because of rank {notice.rank}. {context}"
+
+
+def listed(ranks: list[int]) -> str:
+    """Write ranks in words, the first eight of many."""
+    return ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
 
 
 def open_store(rank: int, world: int, host: str, port: int) -> TCPStore:

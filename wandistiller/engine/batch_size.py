@@ -27,9 +27,7 @@ class BatchSize:
 def unshared(total: int, ranks: int, micro: int | None, accumulation: int | None) -> str:
     """Say that `ranks` cannot share `total` samples, and how many can; None: a number that is left open."""
     each = (micro or 1) * (accumulation or 1)
-    how = (f", {micro} at a time" if micro else "") + (
-        f" in {accumulation} micro-steps" if accumulation else ""
-    )
+    how = f", {micro} at a time" * bool(micro) + f" in {accumulation} micro-steps" * bool(accumulation)
     *others, most = [str(n) for n in range(1, max(8, 2 * ranks) + 1) if total % (n * each) == 0] or [""]
     use = f"use {', '.join(others)}{' or ' if others else ''}{most}, or " if most else ""
     samples, shared = f"{total} sample{'s' * (total > 1)}", f"{ranks} rank{'s' * (ranks > 1)}"

@@ -8,7 +8,6 @@ from typing import Any
 
 from wandistiller.engine.activation_checkpointing import recompute_problems
 from wandistiller.engine.batch_size import batch_size
-from wandistiller.engine.ds_forms import present_form
 from wandistiller.engine.ds_json import DeepSpeedJson
 from wandistiller.engine.ds_schema import (
     ADAM,
@@ -17,11 +16,12 @@ from wandistiller.engine.ds_schema import (
     OPTIMIZERS,
     PARAMS,
     PEAKS,
+    RENAMED,
     SCHEDULERS,
     params_of,
     section_types,
 )
-from wandistiller.engine.ds_unsupported import NOT_OFFERED, not_offered_problems, student_problems
+from wandistiller.engine.ds_unsupported import NOT_OFFERED, is_on, not_offered_problems, student_problems
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.utils.errors import ConfigError, closest, nearest, unknown_keys
 from wandistiller.utils.files import read_json, shipped
@@ -38,6 +38,10 @@ LEAN_STAGE_3 = {
 }
 
 
+REMARKS = ("_", "/", "#")
+"""First characters of keys that hold remarks; so does `comment`."""
+
+
 def load(source: str | dict[str, Any], named: Iterable[str] = ()) -> DeepSpeedJson:
     """Read a DeepSpeed JSON, a file or a recipe's object.
 
@@ -45,10 +49,29 @@ def load(source: str | dict[str, Any], named: Iterable[str] = ()) -> DeepSpeedJs
         named: shipped ones, as they are named, for the message about one that is not there.
     """
     if isinstance(source, dict):
-        return DeepSpeedJson("recipe", present_form(source))
+        return DeepSpeedJson("recipe", _as_read(source))
     if problem := _unnamed(source, {Path(name).stem: name for name in named}):
         raise ConfigError(problem)
-    return DeepSpeedJson(source, present_form(read_json(source)))
+    return DeepSpeedJson(source, _as_read(read_json(source)))
+
+
+def _as_read(ds: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy without remarks, null, which is a default, and sections that are switched off."""
+    own = {BLOCK: ds[BLOCK]} if BLOCK in ds else {}
+    ds = {key: value for key, value in ds.items() if key not in NOT_OFFERED or is_on(value, default=1.0)}
+    return _without_remarks({key: value for key, value in ds.items() if key != BLOCK}) | own
+
+
+def _without_remarks(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_remarks(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: _without_remarks(v)
+        for key, v in value.items()
+        if v is not None and not key.startswith(REMARKS) and key.lower() not in ("comment", "comments")
+    }
 
 
 def _unnamed(source: str, named: dict[str, str]) -> str | None:
@@ -67,41 +90,28 @@ def _unnamed(source: str, named: dict[str, str]) -> str | None:
 
 
 def key_problems(json: DeepSpeedJson) -> list[str]:
-    """List unknown keys and wrong values of all sections, and "auto", which DeepSpeed itself cannot read."""
+    """List unknown keys and wrong values of all sections."""
     problems = not_offered_problems(json)
     json, where = json.without(*NOT_OFFERED), json.where
     for name, types in section_types().items():
-        given = {k: v for k, v in json.section(name).items() if v != "auto" or k not in types}
+        given = dict(json.section(name))
         prefix = f"{name}." if name else ""
-        places = {key: _place(key) for key in given.keys() - types.keys()}
-        problems += [
-            json.problem(prefix + key, given.pop(key), f"Its place is the section `{place}`.")
-            for key, place in sorted(places.items())
-            if place
-        ]
+        for key in sorted(given.keys() - types.keys()):
+            if remedy := _renamed_or_misplaced(key):
+                problems.append(json.problem(prefix + key, given.pop(key), remedy))
         problems += check(where, given, types, prefix)[0]
     for name, types in PARAMS.items():
-        given = {k: v for k, v in json.section(name).items() if v != "auto"}
-        problems += value_problems(where, given, types, f"{name}.")
+        problems += value_problems(where, json.section(name), types, f"{name}.")
     problems += _typed_problems(json, "optimizer", OPTIMIZERS)
-    problems += _typed_problems(json, "scheduler", SCHEDULERS)
-    return problems + _auto_problems(json)
+    return problems + _typed_problems(json, "scheduler", SCHEDULERS)
 
 
-def _place(key: str) -> str | None:
-    """Return the only section of DeepSpeed's that has a key; None if there is none, or several."""
+def _renamed_or_misplaced(key: str) -> str | None:
+    """Return the new name of an old key, or the only section of DeepSpeed's that has it, as a remedy."""
+    if key in RENAMED:
+        return f"Unknown key. Did you mean `{RENAMED[key]}`?"
     sections = [name for name, types in (section_types() | PARAMS).items() if key in types and name]
-    return sections[0] if len(sections) == 1 else None
-
-
-def _auto_problems(json: DeepSpeedJson) -> list[str]:
-    """List what is still "auto", which DeepSpeed itself cannot read."""
-    left, precisions = _auto(json.raw), ["bf16.enabled", "fp16.enabled"]
-    problems = [json.problem(key, "auto", "Write the value itself.") for key in left if key not in precisions]
-    if either := [key for key in precisions if key in left]:
-        remedy = "Write true in one of the sections bf16 and fp16, or leave both out for float32."
-        problems.append(f'{json.where}: `{"` and `".join(either)}` is "auto". {remedy}')
-    return problems
+    return f"Its place is the section `{sections[0]}`." if len(sections) == 1 else None
 
 
 def _typed_problems(json: DeepSpeedJson, section: str, types: tuple[str, ...]) -> list[str]:
@@ -111,7 +121,8 @@ def _typed_problems(json: DeepSpeedJson, section: str, types: tuple[str, ...]) -
     if "type" not in given and set(given) - {"params"}:
         return []  # an unknown key, reported already, is likely its misspelling
     kind, params = given.get("type"), given.get("params", {})
-    same = [t for t in types if isinstance(kind, str) and t.lower() == kind.lower()]
+    # of a schedule DeepSpeed knows the exact name alone
+    same = [t for t in types if kind == t or (section == "optimizer" and f"{kind}".lower() == t.lower())]
     if not same:
         remedy = f"Write one of: {', '.join(types)}.{nearest(kind, types)}"
         return [json.problem(f"{section}.type", kind, remedy)]
@@ -124,12 +135,6 @@ def _typed_problems(json: DeepSpeedJson, section: str, types: tuple[str, ...]) -
         if required and key not in params
     ]
     return problems + (unknown_keys(json.where, params, known, f"{section}.params.") if known else [])
-
-
-def _auto(value: Any, prefix: str = "") -> list[str]:
-    if isinstance(value, dict):
-        return [k for key, v in value.items() for k in _auto(v, f"{prefix}.{key}" if prefix else key)]
-    return [prefix] if value == "auto" else []
 
 
 def student_engine(json: DeepSpeedJson, world: int) -> EngineConfig:
@@ -158,7 +163,7 @@ def student_engine(json: DeepSpeedJson, world: int) -> EngineConfig:
     ds["zero_optimization"] = BUCKETS | (LEAN_STAGE_3 if zero["stage"] == 3 else {}) | zero
     if "comet" in ds:
         ds["comet"].setdefault("samples_log_interval", 1)  # in our steps; DeepSpeed's own is 100
-    return EngineConfig(json.where, ds)
+    return EngineConfig(json.where, ds, json.overridden)
 
 
 def rate_problems(json: DeepSpeedJson) -> list[str]:

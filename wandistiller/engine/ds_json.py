@@ -1,7 +1,9 @@
 """A DeepSpeed JSON as a user wrote it, with its name for messages. Nothing changes one in place."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from json import dumps
 from typing import Any, Self
 
 import torch
@@ -11,6 +13,8 @@ from wandistiller.utils.errors import problem
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Section of a JSON -> the precision that it switches on."""
+OPEN = (None, "auto")
+"""Values of a key that leave it to a flag."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,8 @@ class DeepSpeedJson:
     where: str = field(repr=False, compare=False)
     """Its file, or what else names it in messages."""
     raw: dict[str, Any]
+    overridden: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    """What settings of the run took the place of, a line each."""
 
     def section(self, name: str) -> dict[str, Any]:
         """Return a section by its dotted name; empty if there is none, or no object."""
@@ -33,6 +39,12 @@ class DeepSpeedJson:
 
     def without(self, *keys: str) -> Self:
         return replace(self, raw={key: value for key, value in self.raw.items() if key not in keys})
+
+    def noting(self, setting: str, value: object, before: "DeepSpeedJson") -> Self:
+        """Note in `overridden` the values of the JSON `before` in whose place a setting was written."""
+        lost = " and ".join(_lost(before.raw, self.raw))
+        line = f"`{setting}` {value} is taken in place of {lost} in {before.where}"
+        return replace(self, overridden=(*self.overridden, line)) if lost else self
 
     @property
     def stage(self) -> int:
@@ -88,3 +100,15 @@ class DeepSpeedJson:
     def schedule(self) -> str:
         """The type of the learning-rate schedule, in lower case; "none" without one."""
         return str(self.section("scheduler").get("type")).lower()
+
+
+def _lost(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """List the keys that have another value in `after`, with that in `before`."""
+    for key, value in before.items():
+        now = after.get(key)
+        if isinstance(value, dict) and isinstance(now, dict):
+            yield from _lost(value, now, f"{prefix}{key}.")
+            continue
+        on = value.get("enabled", True) if isinstance(value, dict) else True
+        if now != value and value not in OPEN and on not in (False, *OPEN):
+            yield f"`{prefix}{key}` {dumps(value)}"

@@ -86,6 +86,13 @@ MODELS = {
     "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
     "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
 }
+RENAMED = {
+    key: renamed
+    for model in MODELS.values()
+    for key, field in model.model_fields.items()
+    if (renamed := (field.json_schema_extra or {}).get("new_param"))
+}
+"""Old keys -> those that replace them, which DeepSpeed 0.19.8 sets where no plan sees it."""
 TABLES: dict[str, dict[str, Any]] = {
     "": of_type(
         (Any, " ".join(BATCH_KEYS)),  # solved and checked by `batch_size`
@@ -103,10 +110,8 @@ TABLES: dict[str, dict[str, Any]] = {
         (
             Section,
             "optimizer scheduler fp16 bf16 torch_autocast zero_optimization activation_checkpointing aio "
-            "checkpoint data_types flops_profiler comms_logger tensorboard wandb csv_monitor comet "
-            "data_efficiency eigenvalue timers",
+            "checkpoint data_types flops_profiler comms_logger tensorboard wandb csv_monitor comet timers",
         ),
-        (Any, "compile"),  # refused with a reason, whatever is there
     ),
     "activation_checkpointing": of_type(
         (
@@ -199,7 +204,11 @@ LIMITS: dict[str, dict[str, Any]] = {
 def section_types() -> dict[str, dict[str, Any]]:
     """The types of all sections, by dotted name; "" is the top."""
     return TABLES | {
-        name: {field.alias or key: _strict(field) for key, field in model.model_fields.items()}
+        name: {
+            field.alias or key: _strict(field)
+            for key, field in model.model_fields.items()
+            if key not in RENAMED
+        }
         | LIMITS.get(name, {})
         for name, model in MODELS.items()
     }

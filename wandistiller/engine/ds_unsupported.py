@@ -7,58 +7,25 @@ from typing import Any
 from wandistiller.engine.ds_json import DeepSpeedJson
 from wandistiller.engine.ds_schema import ADAM
 
-# Tried with deepspeed 0.19.8: key -> why it is refused, and what to write instead.
-ZERO = {
-    "memory_efficient_linear": "It replaces torch's linear for the whole process, the teacher's too, and "
-    "changes bf16 numbers. Write false.",
-    "zero_quantized_weights": "The gathered weights would be rounded to 8 bits, and the loss curve be "
-    "another. Remove it.",
-    "zero_quantized_gradients": "The gradients would be rounded to 4 bits, and the loss curve be another. "
-    "Remove it.",
-    "zero_quantized_nontrainable_weights": "The frozen weights would be rounded to 8 bits, and the loss "
-    "curve be another. Remove it.",
-    "legacy_stage1": "DeepSpeed has removed it. Remove it.",
-    "zenflow": "ZenFlow steps part of the weights late, and the loss curve would be another. Remove it.",
-    "stage3_module_granularity_threshold": "Blocks fetched as a whole leave some of Wan's parameters "
-    "ungathered, and the forward pass stops. Remove it.",
-}
-TOP = {
-    "gradient_predivide_factor": "DeepSpeed does not support it with ZeRO's reduce_scatter. Remove it.",
-    "prescale_gradients": "DeepSpeed does not support it with ZeRO's reduce_scatter. Remove it.",
-    "data_efficiency": "The data's order is this package's own, so that a run can go on from any step. "
-    "Remove it.",
-    "eigenvalue": "DeepSpeed has removed it. Remove it.",
-}
-
-OF_LANGUAGE_MODELS = "It is of language models in training. Remove it."
-OTHER_WAY = (
-    "Ranks share samples by the recipe's `context_parallel`, weights by `zero_optimization`. Remove it."
+REFUSED = (
+    *("gradient_predivide_factor", "prescale_gradients", "optimizer.legacy_fusion", "checkpoint.writer"),
+    "zero_optimization.offload_optimizer.super_offload",
+    *(
+        f"zero_optimization.zero_quantized_{what}"
+        for what in ("weights", "gradients", "nontrainable_weights")
+    ),
+    *(f"zero_optimization.{key}" for key in ("memory_efficient_linear", "legacy_stage1", "zenflow")),
+    "zero_optimization.stage3_module_granularity_threshold",
 )
-NOT_OFFERED = {
-    "amp": 'It is Apex\'s precision. Write "bf16": {"enabled": true} in its place.',
-    "hybrid_engine": OF_LANGUAGE_MODELS,
-    "curriculum_learning": OF_LANGUAGE_MODELS,
-    "progressive_layer_drop": OF_LANGUAGE_MODELS,
-    "sparse_attention": OF_LANGUAGE_MODELS,
-    "sparse_gradients": OF_LANGUAGE_MODELS,
-    "pipeline": OTHER_WAY,
-    "tensor_parallel": OTHER_WAY,
-    "expert_parallel": OTHER_WAY,
-    "sequence_parallel_size": OTHER_WAY,
-    "compression_training": "The student's size is the recipe's `student_config`. Remove it.",
-    "quantize_training": "The weights would be rounded, and the loss curve be another. Remove it.",
-    "weight_quantization": "The weights would be rounded, and the loss curve be another. Remove it.",
-    "graph_harvesting": "It was never tried next to the teacher's engine. Remove it.",
-    "autotuning": 'It would choose another batch. Remove it, or give the recipe "deepspeed_config": "auto".',
-    "elasticity": "It would choose another batch. Remove it; a run goes on with any number of ranks.",
-    "nebula": "Checkpoints are this package's own. Remove it.",
-    "datastates_ckpt": "Checkpoints are this package's own. Remove it.",
-}
-"""Sections of DeepSpeed that fit neither a frozen teacher nor this student -> why, and what to do."""
-COMPILE = (
-    "DeepSpeed's own compiling was never tried next to the teacher's engine. Remove it, or write "
-    '"wandistiller": {"compile": true} in its place: each block by torch.compile.'
+"""Settings that round or delay updates, fail here, or are gone (deepspeed 0.19.8)."""
+NOT_OFFERED = (
+    *("amp", "hybrid_engine", "curriculum_learning", "progressive_layer_drop", "sparse_attention"),
+    *("sparse_gradients", "pipeline", "tensor_parallel", "expert_parallel", "sequence_parallel_size"),
+    *("compression_training", "quantize_training", "weight_quantization", "graph_harvesting", "autotuning"),
+    *("elasticity", "nebula", "datastates_ckpt", "compile", "data_efficiency", "eigenvalue"),
 )
+"""Sections of DeepSpeed that fit neither a frozen teacher nor this student, or that it has removed."""
+INSTEAD = "It does not go with these engines. Remove it; ds_configs/README.md has what there is."
 
 
 class _Engine:
@@ -82,37 +49,30 @@ MASTERS = "It needs `zero_optimization.offload_optimizer`. Write that section, o
 RULES: dict[str, tuple[Callable[[Any, _Engine], bool], str]] = {
     "managed_gradient_accumulation": (
         lambda value, e: value is False,
-        "Every micro-step would change the weights, and the batch be a micro-batch. Write true, or remove "
-        "it.",
+        "Every micro-step would change the weights. Write true, or remove it.",
     ),
     "gradient_allreduce_op": (
         lambda value, e: str(value).lower() == "sum",
-        "The gradients would be multiplied by the number of ranks before they are clipped, and the loss "
-        'curve be another. Write "mean", or remove it.',
-    ),
-    "zero_optimization.offload_optimizer.super_offload": (
-        lambda value, e: bool(value),
-        "It needs an NVIDIA GPU and was never tried here. Plain CPU offload serves. Remove it.",
+        'The loss curve would depend on the number of ranks. Write "mean", or remove it.',
     ),
     "zero_optimization.compute_grad_norm": (
         lambda value, e: value is False and e.clips,
         "Without the norm nothing can be clipped. Write `gradient_clipping`: 0, or remove it.",
     ),
     "bf16.bf16_master_weights_and_grads": (lambda value, e: value is True and not e.offloaded, MASTERS),
-    "fp16.enabled": (
+    "fp16.enabled": (  # its pull request 8393
         lambda value, e: value is True and e.stage == 0,
-        "At stage 0 DeepSpeed divides the gradients by a scale by which it has not multiplied the loss (its "
-        "pull request 8393), and hardly anything is learned. Write `stage`: 1, or bf16.",
+        "At stage 0 DeepSpeed does not scale the loss, and hardly anything is learned. Write `stage`: 1, or "
+        "bf16.",
     ),
     "fp16.fp16_master_weights_and_grads": (lambda value, e: value is True and not e.offloaded, MASTERS),
-    "data_types.grad_accum_dtype": (
+    "data_types.grad_accum_dtype": (  # at stage 1 its other optimizer has checkpoints that cannot be read
         lambda value, e: (
             value is not None
             and SHORT.get(value, value) != e.dtype
             and (e.stage == 0 or (e.stage == 1 and e.dtype == "bf16" and not e.offloaded))
         ),
-        "At stage 0 DeepSpeed has no other precision for sums, and at stage 1 in bf16 it takes another "
-        "optimizer for it, whose checkpoints cannot be read again. Write stage 2, or remove it.",
+        "DeepSpeed has no other precision for sums at this stage. Write stage 2, or remove it.",
     ),
     "data_types.param_dtype": (
         lambda value, e: SHORT.get(value, value) not in (None, e.dtype),
@@ -124,12 +84,7 @@ RULES: dict[str, tuple[Callable[[Any, _Engine], bool], str]] = {
     ),
     "optimizer.type": (
         lambda value, e: e.optimizer == "lamb" and e.stage != 0,
-        "Lamb's steps are measured by the norm of each weight, and ZeRO would show it a rank's part of all "
-        "weights as one. Write `stage`: 0, or AdamW.",
-    ),
-    "optimizer.legacy_fusion": (
-        lambda value, e: value is True,
-        "DeepSpeed would call Adam in a way that it no longer can. Remove it.",
+        "ZeRO would show Lamb a rank's part of all weights as one. Write `stage`: 0, or AdamW.",
     ),
     "zero_optimization.reduce_scatter": (
         lambda value, e: value is not False and e.optimizer == "muon" and e.stage == 3,
@@ -147,10 +102,6 @@ RULES: dict[str, tuple[Callable[[Any, _Engine], bool], str]] = {
         lambda value, e: value is not None and e.fused,
         "Only torch's own Adam has it. Write `torch_adam`: true, or remove it.",
     ),
-    "checkpoint.writer": (
-        lambda value, e: value is not None,
-        "DeepSpeed's other writers fail here. Remove it.",
-    ),
     "torch_autocast.lower_precision_safe_modules": (
         lambda value, e: isinstance(value, list) and not all(isinstance(v, str) and locate(v) for v in value),
         "Write classes that can be imported, such as torch.nn.modules.linear.Linear.",
@@ -160,27 +111,20 @@ RULES: dict[str, tuple[Callable[[Any, _Engine], bool], str]] = {
 
 def not_offered_problems(json: DeepSpeedJson) -> list[str]:
     """List the sections that neither the student's nor the teacher's engine may have."""
-    ds = json.raw
-    problems = [json.problem(key, ds[key], why) for key, why in NOT_OFFERED.items() if key in ds]
-    given = ds.get("compile", {})
-    if not isinstance(given, dict) or any(k != "deepcompile" or v is not False for k, v in given.items()):
-        problems.append(json.problem("compile", given, COMPILE))
-    return problems
+    return [json.problem(key, json.raw[key], INSTEAD) for key in NOT_OFFERED if key in json.raw]
 
 
 def student_problems(json: DeepSpeedJson) -> list[str]:
     """List the settings that are refused, with the reason."""
-    ds, zero, engine = json.raw, json.section("zero_optimization"), _Engine(json)
-    problems = [
-        json.problem(f"zero_optimization.{k}", zero[k], why)
-        for k, why in ZERO.items()
-        if is_on(zero.get(k)) or zero.get(k) == {}
-    ]
+    problems, engine = [], _Engine(json)
+    for path in REFUSED:
+        section, _, key = path.rpartition(".")
+        if is_on(value := json.section(section).get(key), default=1.0) or value == {}:
+            problems.append(json.problem(path, value, INSTEAD))
     for path, (refused, why) in RULES.items():
         section, _, key = path.rpartition(".")
         if refused(value := json.section(section).get(key), engine):
             problems.append(json.problem(path, value, why))
-    problems += [json.problem(k, ds[k], why) for k, why in TOP.items() if is_on(ds.get(k), default=1.0)]
     if json.section("comet").get("api_key"):  # which would be written to OUTPUT/resolved
         problems.append(
             f"{json.where}: `comet.api_key` is a secret. Remove it, and set COMET_API_KEY in the environment."
@@ -191,5 +135,5 @@ def student_problems(json: DeepSpeedJson) -> list[str]:
 def is_on(value: Any, default: float = 0.0) -> bool:
     """Return whether a setting has an effect: true, an enabled section, or a number that is no default."""
     if isinstance(value, dict):
-        return value.get("enabled", True) not in (False, None, "auto") and bool(value)
+        return value.get("enabled", True) not in (False, None, "auto") and any(value.values())
     return value is True or (type(value) in (int, float) and value not in (0, default))

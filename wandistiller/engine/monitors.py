@@ -4,6 +4,9 @@ import atexit
 import csv
 import os
 import uuid
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +16,7 @@ from PIL import Image
 
 from wandistiller.distributed.collectives import rank
 from wandistiller.engine.engine_config import EngineConfig
+from wandistiller.utils.errors import folder_problems
 from wandistiller.utils.files import atomic
 
 MONITORS = {
@@ -21,10 +25,51 @@ MONITORS = {
     "comet": ("comet_ml", "comet_ml"),
 }
 """Section -> the module that DeepSpeed imports for it on rank 0 alone, and the package that brings it."""
+IN_FOLDERS = ("tensorboard", "csv_monitor")
+"""Sections whose files lie in a folder."""
 WANDB_RUN = "wandb_run"
 """File of an output folder: the id by which Weights & Biases continues the curves of a resumed run."""
 _named = [""]
 """The ids that this process gave to its runs."""
+
+
+def monitor_problems(engine: EngineConfig) -> list[str]:
+    """List what stops the monitors of a JSON, by trying them on rank 0, which alone has them."""
+    problems = []
+    for key in (*MONITORS, "csv_monitor"):
+        section = engine.section(key)
+        if rank() or not section.get("enabled"):
+            continue
+        if key in IN_FOLDERS:  # as DeepSpeed (0.19.8) names them
+            folder = Path(section.get("output_path", ""), section.get("job_name", "DeepSpeedJobName"))
+            problems += [f"{engine.where}: {p}" for p in folder_problems(f"{key}.output_path", folder)]
+        if key in MONITORS and (refusal := _refusal(key, section.get("online", True))):
+            problems.append(engine.problem(f"{key}.enabled", True, refusal))
+    return problems
+
+
+@cache
+def _refusal(key: str, online: bool) -> str:
+    """Try what a section switches on; return why it does not work, and what to do, or nothing."""
+    module, package = MONITORS[key]
+    if not find_spec(module):
+        return f"It needs: pip install {package}"
+    try:
+        if key == "tensorboard":
+            import torch.utils.tensorboard  # noqa: F401
+        elif key == "comet":
+            if online and not import_module("comet_ml.config").get_config("comet.api_key"):
+                return "Comet has no API key here. Write `comet login`, or set COMET_API_KEY."
+        elif os.environ.get("WANDB_MODE", "online") == "online":
+            import wandb
+
+            wandb.login(verify=True)
+            wandb.teardown()  # or it would know no variable that is set after this (wandb 0.31)
+    except Exception as error:  # of the library, which may raise its own
+        reason = " ".join(f"{error}".split())
+        offline = " WANDB_MODE=offline needs no key." * (key == "wandb")
+        return f"{package} does not start: {reason.rstrip('.')}. Mend that, or write false.{offline}"
+    return ""
 
 
 def without_monitors(engine: EngineConfig) -> EngineConfig:
@@ -70,6 +115,7 @@ class Monitors:
             import wandb
 
             wandb.finish()
+            wandb.teardown()  # which `name_run` needs, as in `_refusal`
         if self._all.comet_monitor and self._all.comet_monitor.experiment:
             self._all.comet_monitor.experiment.end()
 

@@ -1,7 +1,10 @@
 """Problems of a DeepSpeed JSON on this machine that can be known before an engine is built."""
 
 import copy
+import os
 from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
 
 import torch
 from deepspeed import DeepSpeedConfig
@@ -14,8 +17,9 @@ from wandistiller.distributed import device
 from wandistiller.distributed.device import on_accelerator, supports_fp16
 from wandistiller.engine.ds_schema import BATCH_KEYS, BLOCK
 from wandistiller.engine.engine_config import EngineConfig
-from wandistiller.engine.monitors import MONITORS
+from wandistiller.engine.monitors import monitor_problems
 from wandistiller.engine.nvcc import lacks_nvcc, needs_nvcc
+from wandistiller.utils.errors import folder_problems
 from wandistiller.utils.validation import error_messages
 
 SECTION_OF = {
@@ -89,15 +93,15 @@ def _machine_problems(engine: EngineConfig) -> list[str]:
         remedy = "On a CPU DeepSpeed has it only with `offload_optimizer`."
         problems.append(engine.problem("optimizer.type", kind, remedy))
     if on_cpu and engine.optimizer == "lamb":
-        problems.append(
-            engine.problem("optimizer.type", kind, "DeepSpeed has it on GPUs alone. Write AdamW.")
-        )
+        remedy = "DeepSpeed has it on GPUs alone. Write AdamW."
+        problems.append(engine.problem("optimizer.type", kind, remedy))
     if lacks_nvcc():
         problems += _toolkit_problems(engine)
-    for key, (module, package) in MONITORS.items():
-        if engine.section(key).get("enabled") and not find_spec(module):
-            problems.append(engine.problem(f"{key}.enabled", True, f"It needs: pip install {package}"))
-    return problems
+    profile = engine.section("flops_profiler")
+    if profile.get("enabled") and (file := profile.get("output_file")):
+        found = folder_problems("flops_profiler.output_file", Path(file).absolute().parent)
+        problems += [f"{engine.where}: {problem}" for problem in found]
+    return problems + monitor_problems(engine)
 
 
 def _toolkit_problems(engine: EngineConfig) -> list[str]:
@@ -121,6 +125,12 @@ def _toolkit_problems(engine: EngineConfig) -> list[str]:
 def _kernel_problems(engine: EngineConfig) -> list[str]:
     """List what this machine lacks for the kernels."""
     attention, key = engine.kernels.attention, f"{BLOCK}.attention"
+    compilers = filter(None, (os.environ.get("CC"), os.environ.get("CXX"), "gcc", "clang", "g++"))
+    if engine.kernels.compile and not any(map(which, compilers)):
+        remedy = (
+            "It needs a C and C++ compiler (Debian, Ubuntu: apt install g++). Install it, or write false."
+        )
+        return [engine.problem(f"{BLOCK}.compile", True, remedy)]
     if attention == "native":
         return []
     if device.kind() != "cuda":

@@ -97,7 +97,6 @@ class Candidate:
         changed = self.facts.changed_teacher(self.folder) if self.added else []
         return [*changed, *added_lines(self.folder.added, self.folder.configs)]
 
-
     def _alone(self, folder: WanFolder) -> Expert | None:
         """Return the only one of the teacher's two networks that a LoRA file's student uses; None: both."""
         for lora in self.added if len(folder.configs) == 2 else ():

@@ -47,7 +47,7 @@ def read_items(
 
 def _of_each(key: str, images: Sequence[str], number: int) -> list[Path | None]:
     """Return the files of a flag for a number of prompts; None for each if there are none."""
-    files = [Path(image).expanduser() for image in images]
+    files = [Path(os.path.expanduser(image)) for image in images]
     if missing := [file for file in files if not file.is_file()]:
         raise ConfigError(f"command line: `{key}`: no such file: {missing[0]}. Fix the name.")
     if files and len(files) not in (1, number):

@@ -18,9 +18,9 @@ from wandistiller.planner.machine import Demand, Machine
 from wandistiller.planner.student_memory import optimizer_states
 from wandistiller.planner.student_network import other_network, student_network
 from wandistiller.planner.teacher_memory import added_sizes
-from wandistiller.utils.system_memory import GIB, SYSTEM, disk, disk_free
+from wandistiller.utils.system_memory import SYSTEM, amount, disk, disk_free
 from wandistiller.wan.components import text_config
-from wandistiller.wan.hub import bytes_to_fetch
+from wandistiller.wan.hub import broken_links, bytes_to_fetch
 from wandistiller.wan.text_padding import TEXT_TOKENS
 from wandistiller.wan.transformer import count_parameters
 
@@ -47,14 +47,10 @@ class DiskUse(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"cache {_size(self.cache)}, {self.checkpoints} checkpoint(s) at a time of "
-            f"{_size(self.checkpoint)}, student {_size(self.student)}"
-            + (f", stages before {_size(self.earlier)}" if self.earlier else "")
+            f"cache {amount(self.cache)}, {self.checkpoints} checkpoint(s) at a time of "
+            f"{amount(self.checkpoint)}, student {amount(self.student)}"
+            + (f", stages before {amount(self.earlier)}" if self.earlier else "")
         )
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.0f} MiB"
 
 
 def written(job: Job, *, accelerator: bool) -> DiskUse:
@@ -171,19 +167,21 @@ def disk_demands(job: Job, machine: Machine, swapped: int) -> list[Demand]:
 
 
 def fetch_problems(job: Job) -> list[str]:
-    """Log on rank 0 what a run will fetch from the hub; list the problem that its disk has no room for it."""
+    """Log on rank 0 what a run will fetch from the hub; list what keeps it from having it."""
     folder, cache = job.folder, Path(HF_HUB_CACHE)
     if collectives.rank() != 0 or not folder.revision:
         return []
-    if not (nbytes := bytes_to_fetch(folder.name, folder.revision)):
+    if (nbytes := bytes_to_fetch(folder.name, folder.revision)) is None:
+        return broken_links(folder.path, folder.name, folder.revision)
+    if not nbytes:
         return []
     free, still = disk_free(cache), to_come(job, accelerator=on_accelerator())
-    collectives.log0("fetch     %s of %s into %s, %s free", _size(nbytes), folder.name, cache, _size(free))
+    collectives.log0("fetch     %s of %s into %s, %s free", amount(nbytes), folder.name, cache, amount(free))
     if (need := nbytes + on_disk_of(cache, still)) <= free:
         return []
     return [
-        f"The teacher from the hub, and what the run writes to the same disk, take {_size(need)}, and "
-        f"{_size(free)} are free at {cache}. Set HF_HOME to a folder on a larger disk."
+        f"The teacher from the hub, and what the run writes to the same disk, take {amount(need)}, and "
+        f"{amount(free)} are free at {cache}. Set HF_HOME to a folder on a larger disk."
     ]
 
 
@@ -195,5 +193,5 @@ def log_disk_use(job: Job) -> None:
     still, free = to_come(job, accelerator=accelerator), []
     for place in {disk(place): place for place in still}.values():
         short = ", TOO LITTLE" if on_disk_of(place, still) > disk_free(place) else ""
-        free.append(f"{_size(disk_free(place))} free at {place}{short}")
+        free.append(f"{amount(disk_free(place))} free at {place}{short}")
     collectives.log0("disk      %s; %s", written(job, accelerator=accelerator), ", ".join(free))

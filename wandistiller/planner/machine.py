@@ -14,6 +14,7 @@ from wandistiller.utils.system_memory import (
     GIB,
     PIECES,
     SYSTEM,
+    amount,
     disk_free,
     host_free,
     memory_limits,
@@ -127,11 +128,11 @@ class Demand(NamedTuple):
         return self.over <= 0
 
     def __str__(self) -> str:
-        return f"{self.need / GIB:.1f} GiB {self.where}"
+        return f"{amount(self.need)} {self.where}"
 
     @property
     def supply(self) -> str:
-        return f"{self.free / GIB:.1f} GiB {self.where} ({self.reserve / GIB:.1f} of them kept in reserve)"
+        return f"{amount(self.free)} {self.where} ({amount(self.reserve)} of them kept in reserve)"
 
 
 def demands(moments: Iterable[Bytes], machine: Machine) -> list[Demand]:

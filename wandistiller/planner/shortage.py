@@ -9,7 +9,7 @@ from wandistiller.planner.disk import disk_demands
 from wandistiller.planner.machine import demands, machine_now
 from wandistiller.planner.peak_memory import plan
 from wandistiller.planner.phase_peak import moments, most
-from wandistiller.utils.system_memory import GIB
+from wandistiller.utils.system_memory import amount
 
 TOO_MUCH = 1.2
 """Times the free memory that a plan, which is an estimate, may need for its run to be started."""
@@ -56,7 +56,7 @@ def shortages(stages: list[Job], *, preparing: bool = False) -> Shortages:
         disks = disk_demands(job, machine, swapped) if job is stages[-1] else []
         for demand in (*memory, *disks):
             if demand.need > demand.free:
-                line = f"{which} needs {demand} by its plan, and {demand.free / GIB:.1f} GiB are free."
+                line = f"{which} needs {demand} by its plan, and {amount(demand.free)} are free."
                 far = demand.need >= TOO_MUCH * demand.free
                 (found.of_disk if demand in disks else found.far if far else found.of_memory).append(line)
     return found

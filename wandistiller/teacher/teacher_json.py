@@ -6,7 +6,9 @@ from typing import Any, Literal
 
 from wandistiller.engine.ds_config import complete, key_problems, offload_problems
 from wandistiller.engine.ds_json import DeepSpeedJson
+from wandistiller.engine.ds_overrides import fill_auto
 from wandistiller.engine.ds_schema import BATCH_KEYS, BLOCK
+from wandistiller.engine.ds_unsupported import INSTEAD
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.teacher.strategies import SHORT_NAME
@@ -18,11 +20,9 @@ TEACHER_REFUSES = {
     # deepspeed 0.19.8 makes its groups once in a process and stops at the second expert's, or at initialize
     "zero_hpz_partition_size": "A frozen teacher needs no second part: remove it, and write "
     '"wandistiller": {"shards": "node"}, which keeps all its weights within a node.',
-    "zero_quantized_weights": "It would change the teacher's outputs; remove it.",
-    "zero_quantized_nontrainable_weights": "It would change the teacher's outputs; remove it.",
-    "legacy_stage1": "DeepSpeed has removed it; remove it.",
-    "zenflow": "A frozen teacher has no optimizer; remove it.",
-}
+} | dict.fromkeys(
+    ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "legacy_stage1", "zenflow"), INSTEAD
+)
 AUTO = "auto"
 """The placement that `planner.resolve_auto` replaces by another."""
 
@@ -53,6 +53,7 @@ def read_placement(json: DeepSpeedJson, world: int = 1) -> Placement:
     Raises:
         ConfigError: with all problems at once.
     """
+    json = fill_auto(json, 1)
     unwanted = [key for key in ("optimizer", "scheduler") if key in json.raw]
     text = "A frozen teacher takes none; remove this section."
     problems = [json.problem(key, json.raw[key], text) for key in unwanted]
@@ -72,7 +73,7 @@ def read_placement(json: DeepSpeedJson, world: int = 1) -> Placement:
     if ds.get(BLOCK, {}).pop(SHORT_NAME, None) and not ds[BLOCK]:
         del ds[BLOCK]
     complete(ds)
-    return placed_by(EngineConfig(json.where, ds))
+    return placed_by(EngineConfig(json.where, ds, json.overridden))
 
 
 def _block_problems(json: DeepSpeedJson, world: int) -> list[str]:

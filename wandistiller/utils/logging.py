@@ -1,6 +1,8 @@
-"""Logging to stderr and to each rank's file; the activity that the watchdog and messages name."""
+"""Logging to stderr and to each rank's file, results to stdout; the activity that messages name."""
 
 import logging
+import os
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -43,6 +45,9 @@ def setup_logging(level: str) -> None:
     logging.basicConfig(format="%(message)s", force=True, handlers=[_AboveBars()])
     logging.root.handlers[0].setLevel(level.upper())
     log.setLevel(min(logging.INFO, getattr(logging, level.upper())))  # files get info too
+    # deepspeed 0.19.8 writes to stdout, where results stand alone
+    _deepspeed.handlers = [h for h in _deepspeed.handlers if isinstance(h, logging.FileHandler)]
+    _deepspeed.propagate = True
     _deepspeed.setLevel(logging.INFO if level == "debug" else logging.WARNING)
     drop_noise()
     # deepspeed 0.19.8 calls deprecated functions
@@ -57,6 +62,18 @@ def drop_noise() -> None:
 
 def _is_no_noise(record: logging.LogRecord) -> bool:
     return not any(part in record.getMessage() for part in NOISE[record.name])
+
+
+def write_result(text: str) -> None:
+    """Write to stdout; a reader that has left, as `head` does, is no error."""
+    from tqdm import tqdm  # as in `_AboveBars`
+
+    try:
+        with tqdm.external_write_mode(file=sys.stdout):
+            print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    current.spoke = time.monotonic()
 
 
 class _LogFile(logging.FileHandler):

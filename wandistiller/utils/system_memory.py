@@ -6,6 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 GIB = 2**30
+
+
+def amount(nbytes: float) -> str:
+    """Write a number of bytes in GiB, below one in MiB."""
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.0f} MiB"
+
+
 SYSTEM = 0.10
 """Share of free CPU memory and disk kept in reserve for data, file cache and other processes."""
 PIECES = 0.08

@@ -77,6 +77,14 @@ def bytes_to_fetch(hub_id: str, revision: str) -> int | None:
     return sum(file.file_size or 0 for file in files if file.will_download)
 
 
+def broken_links(snapshot: Path, hub_id: str, revision: str) -> list[str]:
+    """List the problem of files in the hub's cache that lead to nothing, where none can be fetched."""
+    first, *more = sorted(f for f in snapshot.rglob("*") if f.is_symlink() and not f.exists()) or [None]
+    others = f", as are {len(more)} more files beside it" * bool(more)
+    text = f"{first}: is a link to nothing{others}, and this machine is offline. "
+    return [text + fetch_elsewhere(hub_id, revision, weights=True)] if first else []
+
+
 def fetch_elsewhere(hub_id: str, revision: str, weights: bool) -> str:
     """Return the remedy for a machine without network: the command, where to run it, where its files go."""
     patterns = ["*.json", "*.safetensors", "*spiece.model", "README.md"] if weights else ["*.json"]

@@ -14,7 +14,7 @@ from transformers import CLIPImageProcessor, CLIPVisionModel, UMT5EncoderModel
 from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
-from wandistiller.utils.system_memory import GIB
+from wandistiller.utils.system_memory import amount
 from wandistiller.wan.added_lora import add_changes, added_changes
 from wandistiller.wan.components import (
     decoded,
@@ -132,12 +132,12 @@ def offload_kwargs(
     if not find_spec("accelerate"):
         where, rest = ("CPU", "read from disk") if device.type == "cpu" else ("its GPU's", "fetched")
         raise ConfigError(
-            f"{folder}: it takes {whole / GIB:.1f} GiB and each rank may take {room / GIB:.1f} of {where} "
+            f"{folder}: it takes {amount(whole)} and each rank may take {amount(room)} of {where} "
             f"memory. Run: pip install accelerate, and the rest is {rest} for each prompt; or run "
             "`wandistiller prepare` on another machine and copy the cache."
         )
-    message = "the text encoder takes %.1f GiB, of which %.1f fit; the rest comes from %s for each prompt"
-    log.info(message, whole / GIB, room / GIB, "disk" if device.type == "cpu" else "CPU memory")
+    message = "the text encoder takes %s, of which %s fit; the rest comes from %s for each prompt"
+    log.info(message, amount(whole), amount(room), "disk" if device.type == "cpu" else "CPU memory")
     room_left: dict[str | int, int] = {"cpu": whole}
     room_left[device.index if device.type != "cpu" else "cpu"] = max(room - 2 * block, 0)
     return {"device_map": "auto", "max_memory": room_left, "offload_folder": str(swap)}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import held_memory, memory_size
-from wandistiller.utils.system_memory import GIB, PIECES, host_free, reserve, room_of_a_rank
+from wandistiller.utils.system_memory import PIECES, amount, host_free, reserve, room_of_a_rank
 from wandistiller.wan.fake_tensor_memory import Need, decoding, encoding, tile
 
 log = logging.getLogger("wandistiller")
@@ -71,11 +71,9 @@ class FittingVae(AutoencoderKLWan):
             need, self.chosen[key] = fitting(call, self.settings, shape, room, accelerator=gpu)
             if self.chosen[key]:
                 whole = PARTS[call](self.settings, shape, accelerator=gpu)
-                message = (
-                    "the VAE %ss %s in tiles: a whole call takes %.1f GiB, %.1f are free; tiles take %.1f"
-                )
-                gib = (n / GIB for n in (whole.work, room, need.work))
-                log.info(message, call, "x".join(map(str, shape)), *gib)
+                message = "the VAE %ss %s in tiles: a whole call takes %s, %s are free; tiles take %s"
+                sizes = map(amount, (whole.work, room, need.work))
+                log.info(message, call, "x".join(map(str, shape)), *sizes)
         return self.chosen[key]
 
 

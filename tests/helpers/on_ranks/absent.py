@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from wandistiller.cli.failures import Failures
-from wandistiller.distributed import collectives, gpus, watchdog
+from wandistiller.distributed import collectives, gpus, meeting, watchdog
 
 CODE = 7
 """Exit code of the rank that fails."""
@@ -23,7 +23,7 @@ def fail(*_: object) -> None:
 
 
 if __name__ == "__main__":
-    collectives.MEETING_TIMEOUT = timedelta(seconds=4)
+    meeting.MEETING_TIMEOUT, meeting.SAID_AFTER = timedelta(seconds=4), 1.0
     watchdog.POLL_SECONDS, watchdog.HEARTBEAT_SECONDS, watchdog.GRACE_SECONDS = 0.1, 0.1, 0.3
     watchdog.GONE_SECONDS = 5.0
     folder, number, when = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from engines import engine
+from rates import Rates
 from small_wan import small_transformer
 from states import state
 
 from wandistiller.batch import STUDENT
 from wandistiller.checkpoint.checkpointer import Checkpointer
 from wandistiller.checkpoint.loading import load
-from wandistiller.engine.lr_preview import Rates
 from wandistiller.experts import Expert
 from wandistiller.student.learner import Learner
 

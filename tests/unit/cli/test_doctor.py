@@ -14,7 +14,7 @@ from wandistiller.engine.nvcc import HEADERS
 
 
 def test_doctor_names_versions_builds_and_memory() -> None:
-    output = wandistiller("doctor").stderr
+    output = wandistiller("doctor").stdout
     expected = ["python 3.", f"torch {torch.__version__}", "accelerate", "GiB of CPU memory free"]
     expected += [f"built      {name}" for name in ("CPU Adam", *["async_io"] * has_async_io())]
     assert [words for words in expected if words not in output] == []
@@ -22,7 +22,7 @@ def test_doctor_names_versions_builds_and_memory() -> None:
 
 @pytest.mark.slow
 def test_two_ranks_communicate() -> None:
-    output = wandistiller("doctor", ranks=2).stderr
+    output = wandistiller("doctor", ranks=2).stdout
     assert "ranks      2, at most 2 a node; gloo, sum over them right" in output and "differs" not in output
 
 

@@ -17,7 +17,7 @@ from wandistiller.utils.errors import ConfigError
 def jobs(folder: Path, wan: Path, *settings: dict[str, Any]) -> list[Job]:
     given = recipe(folder, wan, output_dir=str(folder / "out"), student_config={"experts": "two"})
     given["stages"] = [{"name": f"s{number}", "lora": lora} for number, lora in enumerate(settings)]
-    return read_jobs(runs_of(given, {}, "r.json", 1), 1, here=False)
+    return read_jobs(runs_of(given, {}, "r.json"), 1, here=False)
 
 
 def bases(folder: Path, wan: Path, *settings: dict[str, Any]) -> list[int]:

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 from ranks import write_json
+from rates import Rates
 from reading import read_run
 
 from wandistiller.config.validate import read_job
 from wandistiller.engine.engine_config import EngineConfig
-from wandistiller.engine.lr_preview import Rates
 
 ENGINE = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
 CYCLE = {"cycle_min_lr": 1e-6, "cycle_max_lr": 1e-4}
@@ -22,9 +22,7 @@ def critic(folder: Path, kind: str, params: dict[str, Any], **objective: Any) ->
     given = {"teacher_path": "tiny", "data_path": "tiny", "output_dir": str(folder / "out"), "max_steps": 100}
     given["deepspeed_config"] = ENGINE | {"scheduler": {"type": kind, "params": params}}
     given["objective"] = {"name": "dmd2", "critic_updates": 5} | objective
-    return (
-        read_job(read_run(str(write_json(folder / "recipe.json", given)), {}, 1), 1).others["critic"].engine
-    )
+    return read_job(read_run(str(write_json(folder / "recipe.json", given)), {}), 1).others["critic"].engine
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ def jobs(folder: Path, wan: Path, keep: Layers) -> list[Job]:
     student = {"keep_layers": keep} | ({} if isinstance(keep, list) else {"num_layers": 3})
     given = recipe(folder, wan, output_dir=str(folder / "out"), student_config=student)
     given["stages"] = [{"name": "match"}, {"name": "more"} | FEATURE, {"name": "last"} | FEATURE]
-    return read_jobs(runs_of(given, {}, "r.json", 1), 1, here=False)
+    return read_jobs(runs_of(given, {}, "r.json"), 1, here=False)
 
 
 @pytest.mark.parametrize(

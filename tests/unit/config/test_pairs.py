@@ -1,4 +1,4 @@
-"""Pairs of settings for one thing, in every two places: an error that names both, or the flag's value."""
+"""Pairs of settings for one thing: a flag wins, and a line names both; two in one place are an error."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from ranks import write_json
 from reading import read_run
 
 from wandistiller.config.job import Job
+from wandistiller.config.summary import summary
 from wandistiller.config.validate import read_job
 from wandistiller.engine.ds_config import load
 from wandistiller.utils.errors import ConfigError
@@ -23,36 +24,38 @@ def schedule(kind: str, **params: Any) -> dict[str, Any]:
     return {"scheduler": {"type": kind, "params": params}}
 
 
-AGAINST = {
-    "lr": (2e-3, {"optimizer": ADAM}, "`optimizer.params.lr` is 0.001"),
-    "lr of a schedule": (2e-3, schedule("WarmupLR", warmup_max_lr=1e-4), "`scheduler.params.warmup_max_lr`"),
-    "lr of a cycle": (
+def precision(job: Job) -> str:
+    return job.student_engine.precision
+
+
+WINS = {
+    "lr": (2e-3, {"optimizer": ADAM}, "`optimizer.params.lr` 0.001"),
+    "lr of a schedule": (
         2e-3,
-        schedule("OneCycle", cycle_min_lr=1e-5, cycle_max_lr=1e-4),
-        "`scheduler.params.cycle_max_lr`",
+        schedule("WarmupLR", warmup_max_lr=1e-4),
+        "`scheduler.params.warmup_max_lr` 0.0001",
     ),
     "lr of Muon": (
         2e-3,
         {"optimizer": {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 3e-4}}},
-        "`optimizer.params.muon_lr` is 0.02 and `optimizer.params.adam_lr` is 0.0003",
+        "`optimizer.params.muon_lr` 0.02 and `optimizer.params.adam_lr` 0.0003",
     ),
-    "mixed_precision": ("no", {"bf16": {"enabled": True}}, "`bf16 and fp16` is bf16"),
-    "mixed_precision other": ("bf16", {"fp16": {"enabled": True}}, "`bf16 and fp16` is fp16"),
-    "mixed_precision off": ("bf16", {"bf16": {"enabled": False}}, "`bf16 and fp16` is no"),
-    "batch_size": (3, {}, "`train_micro_batch_size_per_gpu` is 2"),
-    "batch_size total": (
-        3,
-        {"train_micro_batch_size_per_gpu": "auto", "train_batch_size": 32},
-        "`train_batch_size` is 32",
-    ),
+    "mixed_precision": ("no", {"bf16": {"enabled": True}}, '`bf16` {"enabled": true}'),
+    "mixed_precision other": ("bf16", {"fp16": {"enabled": True}}, '`fp16` {"enabled": true}'),
+    "mixed_precision off": ("bf16", {"bf16": {"enabled": False}}, "`bf16.enabled` false"),
+    "batch_size": (4, {}, "`train_micro_batch_size_per_gpu` 2"),
     "batch_size product": (
         4,
-        {"train_micro_batch_size_per_gpu": None, "train_batch_size": 32, "gradient_accumulation_steps": 2},
-        "`train_batch_size` is 32 and `gradient_accumulation_steps` is 2",
+        {"train_batch_size": 32, "gradient_accumulation_steps": 16},
+        "`train_micro_batch_size_per_gpu` 2 and `gradient_accumulation_steps` 16",
     ),
-    "gradient_checkpointing": (False, CHECKPOINTING, "`activation_checkpointing` is {"),
+    "gradient_checkpointing": (
+        False,
+        CHECKPOINTING,
+        '`activation_checkpointing` {"partition_activations": false}',
+    ),
 }
-"""Setting -> a value, keys of a JSON that fix another, and how the message names them."""
+"""Setting -> a value, keys of a JSON that fix another, and how the line names them."""
 
 
 def refused(recipe: dict[str, Any], flags: dict[str, Any], folder: Path, world: int = 1) -> str:
@@ -66,131 +69,72 @@ def refused(recipe: dict[str, Any], flags: dict[str, Any], folder: Path, world: 
 def job(recipe: dict[str, Any], flags: dict[str, Any], folder: Path, world: int = 1) -> Job:
     length = {} if recipe.keys() & {"num_steps", "num_epochs"} else {"max_steps": 100}
     given = PATHS | length | {"output_dir": str(folder / "out")} | recipe
-    return read_job(read_run(str(write_json(folder / "recipe.json", given)), flags, world), world)
+    return read_job(read_run(str(write_json(folder / "recipe.json", given)), flags), world)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("json_in", ["recipe", "flags", "recipe, inline"])
 @pytest.mark.parametrize("value_in", ["recipe", "flags"])
-@pytest.mark.parametrize("name", AGAINST)
-def test_a_value_that_a_named_json_fixes_stops_another_from_any_place(
-    name: str, value_in: str, json_in: str, world: int, tmp_path: Path
+@pytest.mark.parametrize("name", WINS)
+def test_a_setting_wins_over_a_named_json_and_one_line_has_both_values(
+    name: str, value_in: str, tmp_path: Path
 ) -> None:
-    value, fixed, named = AGAINST[name]
-    places: dict[str, dict[str, Any]] = {"recipe": {}, "flags": {}}
-    ds = {key: value for key, value in (OPEN | fixed).items() if value is not None}
-    file = ds if "inline" in json_in else str(write_json(tmp_path / "ds.json", ds))
-    key = name.split()[0]
-    places[value_in][key] = value
-    places[json_in.split(",")[0]]["deepspeed_config"] = file
-    message = refused(places["recipe"], places["flags"], tmp_path, world)
-    place = f"{tmp_path}/recipe.json" if value_in == "recipe" else "command line"
-    assert message.startswith(f"{place}: `{key}` is {value}, but `deepspeed_config` names ")
-    assert named in message and ("recipe" if "inline" in json_in else "ds.json") in message
+    value, fixed, replaced = WINS[name]
+    setting, file = name.split()[0], str(write_json(tmp_path / "ds.json", OPEN | fixed))
+    places = {"recipe": {}, "flags": {}} | {value_in: {setting: value}}
+    engine = job({"deepspeed_config": file} | places["recipe"], places["flags"], tmp_path).student_engine
+    assert engine.overridden == (f"`{setting}` {value} is taken in place of {replaced} in {file}",)
+    taken = {
+        "lr": engine.section("optimizer.params").get("lr"),
+        "mixed_precision": {"float32": "no", "bfloat16": "bf16"}[engine.precision],
+        "batch_size": engine.batch.micro,
+        "gradient_checkpointing": bool(engine.recompute),
+    }
+    assert taken[setting] == value
 
 
-OPEN_TO = {
-    "lr": (2e-3, schedule("WarmupLR", warmup_max_lr="auto"), lambda job: rates(job), [2e-3, 2e-3]),
-    "lr of a schedule": (2e-3, schedule("WarmupLR"), lambda job: rates(job), [2e-3, 2e-3]),
-    "mixed_precision": (
-        "no",
-        {"bf16": {"enabled": "auto"}},
-        lambda job: job.student_engine.precision,
-        "float32",
-    ),
-    "mixed_precision other": (
-        "bf16",
-        {"bf16": {"enabled": "auto"}, "fp16": {"enabled": False}},
-        lambda job: job.student_engine.precision,
-        "bfloat16",
-    ),
-    "batch_size": (4, {"train_micro_batch_size_per_gpu": "auto"}, lambda job: job.batch.micro, 4),
-    "batch_size total": (
-        4,
-        {"train_micro_batch_size_per_gpu": "auto", "train_batch_size": 32},
-        lambda job: (job.batch.micro, job.batch.accumulation * job.batch.ranks, job.batch.total),
-        (4, 8, 32),
-    ),
-    "gradient_checkpointing": (
-        True,
-        {},
-        lambda job: bool(job.student_engine.recompute),
-        True,
-    ),
-}
-"""Setting -> a value, keys of a JSON that leave it open, what is resolved, and to what."""
+def test_the_line_stands_at_the_head_of_the_run(tmp_path: Path) -> None:
+    found = job({"deepspeed_config": OPEN, "batch_size": 4}, {}, tmp_path)
+    line = "`batch_size` 4 is taken in place of `train_micro_batch_size_per_gpu` 2 in recipe"
+    assert f"setting   {line}" in summary(found)
+
+
+def test_the_total_of_a_json_stays_beside_another_micro_batch(tmp_path: Path) -> None:
+    ds = OPEN | {"train_batch_size": 32, "gradient_accumulation_steps": 16, "optimizer": ADAM}
+    batch = job({"deepspeed_config": ds}, {"batch_size": 4}, tmp_path).batch
+    assert (batch.micro, batch.accumulation, batch.total) == (4, 8, 32)
+
+
+def test_both_rates_of_muon_are_the_flag_s(tmp_path: Path) -> None:
+    params = job({"deepspeed_config": OPEN | {"optimizer": MUON}}, {"lr": 2e-3}, tmp_path)
+    assert not params.student_engine.section("optimizer.params").keys() & {"muon_lr", "adam_lr"}
+
+
+TOTAL = {"train_micro_batch_size_per_gpu": "auto", "train_batch_size": 32}
 
 
 def rates(job: Job) -> list[float]:
     """The learning rates of optimizer and schedule."""
-    optimizer, schedule = (
-        job.student_engine.section(f"{name}.params") for name in ("optimizer", "scheduler")
-    )
-    return [optimizer["lr"], schedule["warmup_max_lr"]]
-
-
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("value_in", ["recipe", "flags"])
-@pytest.mark.parametrize("name", OPEN_TO)
-def test_a_value_that_a_named_json_leaves_open_is_the_setting_s(
-    name: str, value_in: str, world: int, tmp_path: Path
-) -> None:
-    value, keys, of, expected = OPEN_TO[name]
-    places: dict[str, dict[str, Any]] = {"recipe": {}, "flags": {}}
-    places["recipe"]["deepspeed_config"] = str(write_json(tmp_path / "ds.json", OPEN | keys))
-    places[value_in][name.split()[0]] = value
-    assert of(job(places["recipe"], places["flags"], tmp_path, world)) == expected
-
-
-DEFAULTS = {
-    "lr": (2e-3, lambda job: rates(job), [2e-3, 2e-3]),
-    "mixed_precision": ("no", lambda job: job.student_engine.precision, "float32"),
-    "batch_size": (4, lambda job: (job.batch.micro, job.batch.accumulation), (4, 8)),
-    "gradient_checkpointing": (
-        False,
-        lambda job: bool(job.student_engine.recompute),
-        False,
-    ),
-}
-
-
-@pytest.mark.parametrize("value_in", ["recipe", "flags"])
-@pytest.mark.parametrize("key", DEFAULTS)
-def test_a_setting_replaces_the_value_of_the_default_json(key: str, value_in: str, tmp_path: Path) -> None:
-    value, of, expected = DEFAULTS[key]
-    places: dict[str, dict[str, Any]] = {"recipe": {}, "flags": {}}
-    places[value_in][key] = value
-    assert of(job(places["recipe"], places["flags"], tmp_path)) == expected
+    sections = (job.student_engine.section(f"{name}.params") for name in ("optimizer", "scheduler"))
+    return [params[key] for params, key in zip(sections, ("lr", "warmup_max_lr"), strict=True)]
 
 
 @pytest.mark.parametrize(
-    ("ds", "batch_size", "world", "remedy"),
+    ("ds", "setting", "of", "expected"),
     [
-        ({"train_batch_size": 32}, 3, 2, "Write `batch_size` a divisor of 16, or leave"),
-        ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, 4, 2, "Write `batch_size` 8, or leave"),
+        (OPEN | schedule("WarmupLR", warmup_max_lr="auto"), {"lr": 2e-3}, rates, [2e-3, 2e-3]),
+        (OPEN | schedule("WarmupLR"), {"lr": 2e-3}, rates, [2e-3, 2e-3]),
+        (OPEN | {"bf16": {"enabled": "auto"}}, {"mixed_precision": "no"}, precision, "float32"),
+        (OPEN | TOTAL, {"batch_size": 4}, lambda job: (job.batch.micro, job.batch.total), (4, 32)),
+        (None, {"lr": 2e-3}, rates, [2e-3, 2e-3]),
+        (None, {"mixed_precision": "no"}, precision, "float32"),
+        (None, {"gradient_checkpointing": False}, lambda job: job.student_engine.recompute, None),
     ],
+    ids=str,
 )
-def test_a_batch_size_that_cannot_make_the_json_s_batch_is_told_what_could(
-    ds: dict[str, Any], batch_size: int, world: int, remedy: str, tmp_path: Path
+def test_a_value_that_a_json_leaves_open_or_the_default_one_has_is_the_setting_s_without_a_line(
+    ds: dict[str, Any] | None, setting: dict[str, Any], of: Any, expected: Any, tmp_path: Path
 ) -> None:
-    ds = {"optimizer": ADAM} | ds
-    message = refused({"deepspeed_config": ds}, {"batch_size": batch_size}, tmp_path, world)
-    assert f"x {world} rank(s) cannot be {ds['train_batch_size']}" in message and remedy in message
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "remedy"),
-    [({}, ""), ({"batch_size": 8}, ", 8 at a time")],
-    ids=["left out", "given"],
-)
-def test_a_number_of_ranks_that_cannot_share_a_batch_is_told_which_can(
-    batch_size: dict[str, int], remedy: str, tmp_path: Path
-) -> None:
-    ds = {"optimizer": ADAM, "train_batch_size": 64}
-    message = refused({"deepspeed_config": ds}, batch_size, tmp_path, world=3)
-    assert "`train_batch_size` is 64. 64 samples cannot be shared by 3 ranks" in message
-    multiple = 3 * batch_size.get("batch_size", 1)
-    assert message.endswith(f"{remedy}; use 1, 2, 4 or 8, or write a multiple of {multiple}.")
+    found = job({"deepspeed_config": ds} if ds else {}, setting, tmp_path)
+    assert of(found) == expected and not found.student_engine.overridden
 
 
 def test_the_loss_scale_of_a_json_is_kept_beside_its_precision_as_a_flag() -> None:
@@ -198,47 +142,51 @@ def test_the_loss_scale_of_a_json_is_kept_beside_its_precision_as_a_flag() -> No
     assert json.raw == {"fp16": {"enabled": True, "initial_scale_power": 7}}
 
 
-SAME = [
-    ({"num_steps": 3}, {"max_steps": 4}, {"max_steps": 4}),
-    ({"max_steps": 3}, {"num_steps": 4}, {"max_steps": 4}),
-    ({"num_epochs": 3}, {"num_steps": 4}, {"max_steps": 4}),
-    ({"num_steps": 3}, {"num_epochs": 1}, {"max_steps": 126}),
-    ({"sample_interval": 2}, {"sample_every": 5}, {"sample_every": 5}),
-    ({"sample_every": 5}, {"sample_interval": 2}, {"sample_every": 252}),
-]
-"""Recipe, flags, and what runs: 1008 prompts, 8 a step."""
-
-
-@pytest.mark.parametrize(("recipe", "flags", "expected"), SAME)
+@pytest.mark.parametrize(
+    ("recipe", "flags", "expected"),
+    [
+        ({"num_steps": 3}, {"max_steps": 4}, {"max_steps": 4}),
+        ({"num_epochs": 3}, {"num_steps": 4}, {"max_steps": 4}),
+        ({"num_steps": 3}, {"num_epochs": 1}, {"max_steps": 126}),
+        ({"sample_every": 5}, {"sample_interval": 2}, {"sample_every": 252}),
+    ],
+)
 def test_a_flag_replaces_the_recipe_s_other_name_for_the_same_thing(
     recipe: dict[str, Any], flags: dict[str, Any], expected: dict[str, Any], tmp_path: Path
 ) -> None:
-    run = job(recipe, flags, tmp_path).run
+    run = job(recipe, flags, tmp_path).run  # of 1008 prompts, 8 a step
     assert {key: getattr(run, key) for key in expected} == expected
 
 
 @pytest.mark.parametrize("place", ["recipe", "flags"])
-@pytest.mark.parametrize(("one", "other", "_"), SAME)
-def test_two_names_for_one_thing_in_one_place_are_refused(
-    one: dict[str, Any], other: dict[str, Any], _: object, place: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [({"max_steps": 4}, {"num_epochs": 3}), ({"sample_interval": 2}, {"sample_every": 5})],
+)
+def test_two_settings_for_one_thing_in_one_place_are_refused(
+    one: dict[str, Any], other: dict[str, Any], place: str, tmp_path: Path
 ) -> None:
     both = {"recipe": {}, "flags": {}} | {place: one | other}
     message = refused(both["recipe"], both["flags"], tmp_path)
     assert message.startswith("command line" if place == "flags" else f"{tmp_path}/recipe.json")
-    names = {"num_steps": ("num_steps", "max_steps")}
-    assert all(any(f"`{name}`" in message for name in names.get(key, (key,))) for key in one | other)
+    assert all(f"`{key}`" in message for key in one | other)
+
+
+def test_a_recipe_key_wins_over_its_older_name_beside_it_and_a_line_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert job({"num_steps": 3, "max_steps": 4}, {}, tmp_path).run.max_steps == 4
+    assert caplog.messages == [f"{tmp_path}/recipe.json: `num_steps` 3 is not used: `max_steps` is 4"]
 
 
 @pytest.mark.parametrize("json_in", ["recipe", "flags"])
-def test_a_teacher_dtype_flag_beside_a_named_teacher_json_is_refused(json_in: str, tmp_path: Path) -> None:
+def test_a_teacher_dtype_flag_wins_over_a_named_teacher_json(json_in: str, tmp_path: Path) -> None:
     file = "ds_configs/teacher/owner.json"
     places: dict[str, dict[str, Any]] = {"recipe": {}, "flags": {"teacher_dtype": "float32"}}
     places[json_in]["teacher_deepspeed_config"] = file
-    message = refused(places["recipe"], places["flags"], tmp_path)
-    assert message == (
-        f"command line: `teacher_dtype` is float32, but `teacher_deepspeed_config` names {file}, where the "
-        "precision is bfloat16. Keep one."
-    )
+    engine = job(places["recipe"], places["flags"], tmp_path).teacher.engine
+    line = f'`teacher_dtype` float32 is taken in place of `bf16` {{"enabled": true}} in {file}'
+    assert (engine.precision, engine.overridden) == ("float32", (line,))
 
 
 MUON = {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 3e-4}}

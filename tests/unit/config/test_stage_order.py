@@ -43,7 +43,7 @@ def jobs(tmp_path: Path, wan2: Path) -> Callable[..., list[Job]]:
         given = recipe(tmp_path, wan2, output_dir=str(tmp_path / "out"), shift=7.0, stages=[*stages])
         given |= {"student_config": {"experts": "two"}} | more
         with placing("r.json", {}):
-            return read_jobs(runs_of(given, {}, "r.json", 1), 1, here=False)
+            return read_jobs(runs_of(given, {}, "r.json"), 1, here=False)
 
     return of
 
@@ -146,7 +146,7 @@ def test_a_run_of_its_own_goes_on_from_another_as_a_stage_does(
         given |= {"teacher_lora": {"file": file, "expert": "high_noise"}} if "teacher_lora" in stage else {}
         given |= {"output_dir": str(tmp_path / f"{number}")}
         given |= {"student_config": {"init": str(job.output)}} if job else {}
-        (run,) = runs_of(given, {}, "r.json", 1).values()
+        (run,) = runs_of(given, {}, "r.json").values()
         job = read_job(run, 1, here=False, previous=job)
     found = [*order_problems([replace(job, previous=None)])]
     assert len(found) == bool(message) and message in "".join(found)

@@ -15,7 +15,7 @@ TWO = [{"name": "match"}, {"name": "few", "objective": "consistency", "max_steps
 
 
 def runs(folder: Path, flags: dict[str, Any] | None = None, **values: Any) -> dict[str, RunConfig]:
-    return read_runs(str(write_json(folder / "r.json", OUTER | {"stages": TWO} | values)), flags or {}, 1)
+    return read_runs(str(write_json(folder / "r.json", OUTER | {"stages": TWO} | values)), flags or {})
 
 
 def error(folder: Path, **given: Any) -> str:
@@ -61,7 +61,7 @@ def test_a_stage_s_key_replaces_those_that_mean_the_same(
 ) -> None:
     outer = {key: value for key, value in (OUTER | outer).items() if value is not None}
     given = outer | {"stages": [{"name": "only"} | own]}
-    (run,) = read_runs(str(write_json(tmp_path / "r.json", given)), {}, 1).values()
+    (run,) = read_runs(str(write_json(tmp_path / "r.json", given)), {}).values()
     assert {key: getattr(run, key) for key in expected} == expected
 
 
@@ -109,5 +109,5 @@ def test_problems_of_all_stages_come_at_once_and_the_recipe_s_own_once(tmp_path:
 def test_a_recipe_s_own_values_stay_as_they_were_given() -> None:
     stage = {"name": "only", "num_steps": 3, "teacher_device_strategy": "gpu"}
     given = OUTER | {"stages": [dict(stage)]}
-    (run,) = runs_of(given, {}, None, 1).values()
+    (run,) = runs_of(given, {}, None).values()
     assert run.max_steps == 3 and given["stages"] == [stage]

@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from wandistiller.distributed import device
 from wandistiller.engine import nvcc, preflight
 from wandistiller.engine.ds_config import load, student_engine
 from wandistiller.engine.engine_config import EngineConfig
-from wandistiller.engine.monitors import MONITORS
 from wandistiller.engine.optimizer_state import read_engine, write_engine
 from wandistiller.engine.preflight import config_problems
 from wandistiller.experts import Expert
@@ -253,12 +251,6 @@ def test_the_flops_profiler_of_the_json_counts_a_whole_forward_pass(tmp_path: Pa
     curve(engine_of(flops_profiler=section), steps=2)
     text = (tmp_path / "flops.txt").read_text()
     assert "fwd flops per GPU" in text and "WanTransformer3DModel" in text
-
-
-@pytest.mark.parametrize("monitor", [name for name in MONITORS if not find_spec(MONITORS[name][0])])
-def test_a_monitor_whose_package_is_missing_is_refused_before_the_start(monitor: str) -> None:
-    (message,) = config_problems(engine_of(**{monitor: {"enabled": True}}))
-    assert message.startswith(f"recipe: `{monitor}.enabled` is true. It needs: pip install")
 
 
 PLAIN = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}

@@ -235,3 +235,16 @@ def test_the_command_line_takes_a_hub_id_and_its_revision(
     file = write_json(tmp_path / "r.json", recipe(tmp_path, Path(ID), output_dir=str(tmp_path / "out")))
     assert main(f"train --recipe {file} --teacher_revision {revision} --dry_run".split()) == code
     assert (f"error: {ID}: " in capsys.readouterr().err) is (code == 2)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_dry_run_offline_names_weights_whose_links_lead_to_nothing(
+    cached: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    weights = sorted((snapshot(cached) / "vae").glob("*.safetensors"))[0]
+    weights.unlink()
+    weights.symlink_to("../../../blobs/gone")
+    file = write_json(tmp_path / "r.json", recipe(tmp_path, Path(ID), output_dir=str(tmp_path / "out")))
+    assert main(f"train --recipe {file} --dry_run".split()) == 2
+    where = f"error: {weights}: is a link to nothing, and this machine is offline. Where there is a network"
+    assert where in capsys.readouterr().err

@@ -66,7 +66,7 @@ def test_a_shipped_recipe_fits_its_machine(
     flags = ["--recipe", str(recipe), "--output_dir", str(tmp_path), *paths.split()]
     machine = f"--gpus {gpus} --gpu_memory {each} --host_memory {CPU_MEMORY[name]} --disk 1800"
     assert main(["plan", *flags, *machine.split()]) == 0
-    output = capsys.readouterr().err
+    output = capsys.readouterr().out
     batch = {"video": 8, "lora": max(4, int(gpus))}.get(name.rpartition("_")[2], 64)
     assert "\nfits: " in output and "NOT fit" not in output and f" {batch} a step" in output
 

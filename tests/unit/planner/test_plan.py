@@ -185,14 +185,14 @@ def test_where_no_recipe_of_a_lora_suits_the_teacher_the_verdict_says_what_helps
     """The embedded teacher's boundary is no noise level of the recipe's shift."""
     machine = "--gpus 1 --gpu_memory 0.5 --host_memory 8 --disk 100"
     assert main(["plan", "--teacher_path", "tiny", "--data_path", "tiny", *machine.split()]) == 2
-    text = capsys.readouterr().err
+    text = capsys.readouterr().out
     assert "\nverdict: it does NOT fit\nno shipped JSONs hold it here. What helps: " in text
 
 
 def test_a_step_of_a_small_run_has_two_digits(capsys: pytest.CaptureFixture, quiet_logging: None) -> None:
     machine = "--gpus 1 --gpu_memory 80 --gpu_name H100 --host_memory 64 --disk 100"
     assert main(["plan", "--teacher_path", "tiny", "--data_path", "tiny", *machine.split()]) == 0
-    assert re.search(r"a step takes about [\d.]{2,5} ms at 330 TFLOP/s", capsys.readouterr().err)
+    assert re.search(r"a step takes about [\d.]{2,5} ms at 330 TFLOP/s", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_what_this_machine_lacks_is_no_fault_of_another(output: Callable[..., st
 
 @pytest.mark.slow
 def test_under_a_launcher_ranks_and_nodes_are_the_launcher_s() -> None:
-    text = wandistiller("plan", "--teacher_path", "tiny", "--data_path", "tiny", ranks=2).stderr
+    text = wandistiller("plan", "--teacher_path", "tiny", "--data_path", "tiny", ranks=2).stdout
     assert text.count("1 node(s), each with no GPU") == 1
     assert "; 2 rank(s)" in text and "a step takes about" in text
 
@@ -258,7 +258,7 @@ def test_the_command_that_is_printed_after_a_recommendation_passes_its_dry_run(
     file, usual = tmp_path / "my run.json", f"--teacher_path {wan1} --data_path tiny --height 32 --width 32"
     machine = "--gpus 2 --gpu_memory 80 --host_memory 500 --disk 1000"
     assert main(["plan", *usual.split(), *machine.split(), "--recommend", str(file)]) == 0
-    command = shlex.split(capsys.readouterr().err.partition("\nnext: ")[2])
+    command = shlex.split(capsys.readouterr().out.partition("\nnext: ")[2])
     assert command[:5] == ["deepspeed", "--num_gpus", "2", "--module", "wandistiller"]
     assert main([*command[5:], "--dry_run"]) == 0
     text = capsys.readouterr().err
