@@ -185,7 +185,7 @@ def test_the_card_of_adapters_of_the_low_noise_expert_has_it_at_all_noise_levels
 ) -> None:
     """The one network of this student is made of that expert."""
     card = (adapters / "lora.card" / "README.md").read_text()
-    code = card.split("```python\n")[1].split("```")[0]
+    code = card.split("```python\n")[1].split("```")[0].replace("FOLDER_OF_THE_FILES", str(adapters))
     first = next(line for line in code.splitlines() if "from_pretrained" in line)
     pipe = WanPipeline.from_pretrained(wan2)
     monkeypatch.chdir(adapters)
