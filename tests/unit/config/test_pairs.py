@@ -128,7 +128,6 @@ def rates(job: Job) -> list[float]:
         (None, {"mixed_precision": "no"}, precision, "float32"),
         (None, {"gradient_checkpointing": False}, lambda job: job.student_engine.recompute, None),
     ],
-    ids=str,
 )
 def test_a_value_that_a_json_leaves_open_or_the_default_one_has_is_the_setting_s_without_a_line(
     ds: dict[str, Any] | None, setting: dict[str, Any], of: Any, expected: Any, tmp_path: Path

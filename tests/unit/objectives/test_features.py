@@ -25,7 +25,7 @@ from wandistiller.teacher.base import Guidance, GuidedTeacher, Teacher
 from wandistiller.wan import pipeline, transformer
 from wandistiller.wan.transformer_config import TransformerConfig
 
-SCHEDULE = FlowSchedule(shift=3, boundary=None, seed=0, global_batch=2)
+SCHEDULE = FlowSchedule(shift=3, boundary=None, seed=0)
 
 
 def test_the_feature_loss_is_the_share_of_the_teacher_s_square_mean_over_blocks() -> None:
