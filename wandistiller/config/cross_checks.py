@@ -22,7 +22,7 @@ from wandistiller.student.shared_base import other_adapters
 from wandistiller.student.start_places import start_problems
 from wandistiller.student.trainable import tuning_problems
 from wandistiller.teacher.placements.base import Placement
-from wandistiller.utils.errors import folder_problems, inside_problems, problem
+from wandistiller.utils.errors import RECIPE, Problem, folder_problems, inside_problems, problem
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.sampling import AT_BOUNDARY, few_steps, path_sigmas
 from wandistiller.wan.transformer import numels, top_modules
@@ -82,11 +82,12 @@ def _level_problems(job: Job) -> list[str]:
     last = min(few_steps(shift, number, boundary).sigmas)
     if last <= boundary:
         return _handover_problems(job)
-    return [
+    text = (
         f"`objective` is for {number} sampling step(s), whose last noise level at shift {shift} is "
         f"{last:.3f}. The student's low-noise expert serves those below {boundary}. Write more steps or a "
         "smaller shift."
-    ]
+    )
+    return [Problem(text, RECIPE, "objective")]
 
 
 def _handover_problems(job: Job) -> list[str]:
@@ -97,21 +98,23 @@ def _handover_problems(job: Job) -> list[str]:
     if not (is_led or objective.trained_expert is Expert.HIGH_NOISE):
         return []
     if objective.few_step_sampler == RENOISE:
-        return [
+        text = (
             "`objective` has consistency with `steps`, whose every step leads to data, but the high-noise "
             f"expert of a student of two leads to the hand-over, {boundary}. Write `edges`."
-        ]
+        )
+        return [Problem(text, RECIPE, "objective")]
     sigmas = few_steps(shift, number, boundary).sigmas
     if any(abs(sigma - boundary) <= AT_BOUNDARY for sigma in sigmas):
         return []
     # the shift that puts level k of n at the boundary b: s = b k / ((n - k) (1 - b))
     fitting = [boundary * k / ((number - k) * (1 - boundary)) for k in range(1, number)]
     listed = ", ".join(f"{one:.3g}" for one in fitting)
-    return [
+    text = (
         f"`objective` has {number} noise levels, and none at shift {shift} is the hand-over {boundary} of a "
         "student of two experts, to which its high-noise expert leads. "
-        + (f"Write one of the shifts {listed}." if fitting else "Write more steps.")
-    ]
+    )
+    text += f"Write one of the shifts {listed}." if fitting else "Write more steps."
+    return [Problem(text, RECIPE, "objective")]
 
 
 def _follow_problems(job: Job) -> list[str]:
@@ -148,10 +151,11 @@ def _path_problems(job: Job) -> list[str]:
         return []
     media = (MediaType.IMAGE, MediaType.VIDEO, MediaType.GIF)
     if given := job.items.first(*media):
-        problems.append(
+        text = (
             f"`objective` has {on_path}, which follows the teacher's own path, but {given.media} "
             f"has none. Take the media out of the data, or {on_path} out of the objective."
         )
+        problems.append(Problem(text, RECIPE, "objective"))
     schedule = FlowSchedule(run.shift, folder.boundary, run.seed)
     sigmas = path_sigmas(folder, run.shift, run.rollout_steps)
     if any(not schedule.segments(expert, sigmas) for expert in folder.configs):
@@ -258,7 +262,8 @@ def _frame_problems(job: Job) -> list[str]:
         remedy = (
             "An image-to-video teacher needs its first frame too. Write prompts of the data, or leave it out."
         )
-        problems.append(f"recipe: `sample_prompts` has {json.dumps(missing[0])}, which no row has. {remedy}")
+        text = f"`sample_prompts` has {json.dumps(missing[0])}, which no row has. {remedy}"
+        problems.append(Problem(text, RECIPE, "sample_prompts"))
     return problems
 
 

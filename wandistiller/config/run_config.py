@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt, Le, Len, Lt
 from pydantic import Field
 
 from wandistiller.teacher.strategies import strategies
-from wandistiller.utils.errors import ConfigError, impossible_values, problem
+from wandistiller.utils.errors import ConfigError, Problem, impossible_values, problem
 from wandistiller.utils.files import PATH_ENDS
 from wandistiller.utils.registry import names_in
 from wandistiller.utils.validation import Count, Positive, Seed, check, types_of, write
@@ -221,7 +221,8 @@ def read_run_config(values: dict[str, Any], flags: dict[str, Any], where: str = 
         if given.get(one) is not None and given.get(other) is not None:
             wrong[one] = f"`{one}` and `{other}` are both given. Keep one."
     for key, text in wrong.items():
-        problems.append(f"{where if key in values and key not in flags else 'command line'}: {text}")
+        place = where if key in values and key not in flags else "command line"
+        problems.append(Problem(text, place, key))
     if problems:
         raise ConfigError(*problems)
     return run

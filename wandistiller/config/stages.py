@@ -20,7 +20,7 @@ from wandistiller.config.start import DONE, recorded_stages
 from wandistiller.config.validate import read_job
 from wandistiller.objectives.registry import read_objective
 from wandistiller.teacher.strategies import strategies
-from wandistiller.utils.errors import ConfigError, problem
+from wandistiller.utils.errors import RECIPE, ConfigError, Problem, problem
 from wandistiller.utils.files import read_json, write_json
 
 STAGES, NAME = "stages", "name"
@@ -29,7 +29,6 @@ OF_ALL = (
     *("resume", "log_level", "timeout"),
 )
 """Settings that hold for the whole recipe."""
-PLACE = re.compile(r"(?P<stage>stage [\w-]+: )?(?P<setting>recipe: `(?P<key>\w+)|`objective`)")
 FITTING_NAME = re.compile(r"[A-Za-z0-9][\w-]{0,63}")
 
 
@@ -80,7 +79,7 @@ def runs_of(
         try:
             runs[stage[NAME]] = merged(own, given, place, emulated)
         except ConfigError as error:
-            found.append([(text.replace(place, where), text) for text in error.problems])
+            found.append({p.at(p.where.replace(place, where)): p for p in error.problems})
     if found:
         raise ConfigError(*_once(found, len(stages)))
     return runs
@@ -90,12 +89,11 @@ def runs_of(
 def placing(recipe: str | None, flags: Iterable[str]) -> Iterator[None]:
     """Name the recipe's file, or the command line, in messages about settings of a run."""
 
-    def placed(text: str) -> str:
-        found = PLACE.match(text)
-        if not found:
-            return text
-        file = recipe if recipe and (found["key"] or "objective") not in flags else "command line"
-        return f"{found['stage'] or ''}{file}: {text[found.start('setting') :].removeprefix('recipe: ')}"
+    def placed(problem: Problem) -> Problem:
+        if problem.where != RECIPE:
+            return problem
+        setting = re.match(r"\w*", problem.key)[0]
+        return problem.at(recipe if recipe and setting not in flags else "command line")
 
     try:
         yield
@@ -157,11 +155,16 @@ def _with_places(values: dict[str, Any], name: str) -> dict[str, Any]:
     return values
 
 
-def _once(found: list[list[tuple[str, str]]], stages: int) -> list[str]:
-    """Return the problems of all stages; those that every stage has, once and without a stage's name."""
-    general = [dict(problems) for problems in found]
-    common = [text for text in general[0] if len(found) == stages and all(text in one for one in general)]
-    own = [text for one in general for short, text in one.items() if short not in common]
+def _once(found: list[dict[Problem, Problem]], stages: int) -> list[Problem]:
+    """Return the problems of all stages; those that every stage has, once and without a stage's name.
+
+    Args:
+        found: of each stage, by the same without its name.
+    """
+    common = [
+        general for general in found[0] if len(found) == stages and all(general in one for one in found)
+    ]
+    own = [problem for one in found for general, problem in one.items() if general not in common]
     return list(dict.fromkeys([*common, *own]))
 
 
@@ -175,7 +178,7 @@ def read_jobs(runs: dict[str, RunConfig], world: int, *, here: bool = True) -> l
         ConfigError: with every problem found.
     """
     jobs: list[Job] = []
-    problems: dict[str, str] = {}
+    problems: dict[Problem, str] = {}
     first, *_ = runs.values()
     how = {"here": here, "keeps_path": any(map(_follows_path, runs.values()))}
     for stage, run in runs.items():
@@ -192,7 +195,7 @@ def read_jobs(runs: dict[str, RunConfig], world: int, *, here: bool = True) -> l
         jobs = with_spent(jobs)
         problems = order_problems(jobs) | {text: job.stage for job in jobs if (text := _gone_problem(job))}
     if problems:
-        raise ConfigError(*(f"stage {stage}: {text}" if stage else text for text, stage in problems.items()))
+        raise ConfigError(*(p.in_stage(stage) if stage else p for p, stage in problems.items()))
     return jobs
 
 
@@ -215,7 +218,7 @@ def with_spent(jobs: list[Job]) -> list[Job]:
     return marked[::-1]
 
 
-def _gone_problem(job: Job) -> str | None:
+def _gone_problem(job: Job) -> Problem | None:
     """Return the problem of a finished run without checkpoints, which would be trained again in silence."""
     if job.is_spent or job.resume_from or job.run.resume == "never" or not (job.output / DONE).is_file():
         return None
@@ -223,10 +226,9 @@ def _gone_problem(job: Job) -> str | None:
     kept = (
         f' Its student is in {student}; a run starts from that by the student_config {{"init": "{student}"}}.'
     )
-    return (
-        f"{job.output}: this run is done (the file {DONE}), and its checkpoints are gone. Put them back, "
-        f"give another --output_dir, or train it again by --resume never.{kept if student.is_dir() else ''}"
-    )
+    text = f"this run is done (the file {DONE}), and its checkpoints are gone. Put them back, give another "
+    text += f"--output_dir, or train it again by --resume never.{kept if student.is_dir() else ''}"
+    return Problem(text, job.output)
 
 
 def places_problems(runs: dict[str, RunConfig]) -> list[str]:

@@ -24,7 +24,7 @@ from wandistiller.teacher.placements.base import Placement
 from wandistiller.teacher.quantized import missing_problems
 from wandistiller.teacher.strategies import strategies
 from wandistiller.teacher.teacher_json import read_placement
-from wandistiller.utils.errors import ConfigError, readable
+from wandistiller.utils.errors import RECIPE, ConfigError, Place, readable
 from wandistiller.utils.files import SHIPPED
 from wandistiller.wan.added_lora import as_settings, read_added, with_experts
 from wandistiller.wan.pipeline import WanFolder, open_wan, usual_for, with_loras
@@ -115,7 +115,7 @@ def _read_folder(run: RunConfig) -> WanFolder:
     if run.teacher_lora is None:
         return folder
     added = read_added("recipe", "teacher_lora", run.teacher_lora)
-    return with_loras(folder, with_experts("recipe: `teacher_lora`", added, folder.configs))
+    return with_loras(folder, with_experts(Place(RECIPE, "teacher_lora"), added, folder.configs))
 
 
 def _read_data(run: RunConfig, folder: WanFolder | None) -> tuple[WanFolder | None, PromptDataset]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.experts import Expert
-from wandistiller.utils.errors import ConfigError, problem
+from wandistiller.utils.errors import ConfigError, Place, problem
 from wandistiller.utils.files import read_json
 from wandistiller.wan.added_lora import (
     AddedLora,
@@ -89,7 +89,7 @@ class Candidate:
         folder = folder.with_first_frames() if self.facts.image_to_video else folder
         if alone := self._alone(folder):
             folder = replace(folder, configs={alone: folder.configs[alone]}, boundary=None)
-        return with_loras(folder, with_experts("command line: `lora`", self.added, folder.configs))
+        return with_loras(folder, with_experts(Place("command line", "lora"), self.added, folder.configs))
 
     @property
     def lines(self) -> list[str]:

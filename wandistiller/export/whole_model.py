@@ -9,7 +9,7 @@ from torch import Tensor
 
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.export.source import Source
-from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.errors import ConfigError, Place
 from wandistiller.wan.lora_experts import BOTH, is_full_model, sides_of, split_side
 from wandistiller.wan.original_names import original_name
 from wandistiller.wan.pipeline import open_wan
@@ -73,7 +73,7 @@ def read_whole_model(given: str, teacher_path: str) -> WholeModel:
         raise ConfigError(f"{name}: is no whole Wan model. {remedy}")
     experts = [expert for expert in teacher.configs if (place / expert.value).is_dir()]
     if len(experts) < len(teacher.configs):
-        (side,) = sides_of("command line: `checkpoint`", [(place, side)], len(teacher.configs))
+        (side,) = sides_of(Place("command line", "checkpoint"), [(place, side)], len(teacher.configs))
         experts = [e for e in teacher.configs if side in ("", BOTH, e.key)]
     facts = Facts(
         teacher_path=teacher_path,

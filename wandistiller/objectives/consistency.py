@@ -12,6 +12,7 @@ from wandistiller.batch import STUDENT, Batch, Prediction
 from wandistiller.flow import EULER, RENOISE, FlowSchedule
 from wandistiller.objectives.base import TO_DATA, Term, mean_square
 from wandistiller.objectives.script import TEACHER, Ask
+from wandistiller.utils.errors import RECIPE, Problem
 from wandistiller.utils.validation import write
 
 CONTINUOUS = 100
@@ -71,16 +72,18 @@ class Consistency(Term):
 
     def problems(self, where: str) -> list[str]:
         if self.edges and self.intervals != "continuous" and self.edges > self.intervals:
-            return [
-                f"recipe: `{where}` has edges {self.edges} and intervals {self.intervals}. Each segment "
-                f"needs a step of the teacher: write {self.edges} `intervals` or more, or fewer `edges`."
-            ]
+            text = (
+                f"`{where}` has edges {self.edges} and intervals {self.intervals}. Each segment needs a step "
+                f"of the teacher: write {self.edges} `intervals` or more, or fewer `edges`."
+            )
+            return [Problem(text, RECIPE, where)]
         if not (self.edges and self.steps):
             return []
-        return [
-            f"recipe: `{where}` has edges {self.edges} and steps {self.steps}. Keep `edges` for steps along "
+        text = (
+            f"`{where}` has edges {self.edges} and steps {self.steps}. Keep `edges` for steps along "
             "the path (Euler's method), or `steps` for those that noise the data again."
-        ]
+        )
+        return [Problem(text, RECIPE, where)]
 
     def target(self, batch: Batch, schedule: FlowSchedule) -> Generator[Ask, Prediction, _Target]:
         t_B, next_B, share_B = self._step(batch, schedule)

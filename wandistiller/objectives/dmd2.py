@@ -22,6 +22,7 @@ from wandistiller.objectives.base import (
     mean_square,
 )
 from wandistiller.objectives.script import TEACHER, Ask, Learn, Loss, Script, Slope
+from wandistiller.utils.errors import RECIPE, Problem
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.utils.validation import NotNegative, Positive, Share
 
@@ -295,10 +296,11 @@ class Dmd2(Term):
         if self.expert and self.sampler != EULER:
             remedy = 'Two experts sample along the path: write "sampler" "euler", or leave it out.'
             given = f'`{where}.sampler` is "{self.sampler}" and `{where}.expert` given'
-            problems.append(f"recipe: {given}. {remedy}")
+            problems.append(Problem(f"{given}. {remedy}", RECIPE, where))
         for key in ("expert", "critic_follows"):
             if self.gan and getattr(self, key):
-                problems.append(f"recipe: `{where}.gan` does not go with `{where}.{key}`. Keep one of them.")
+                text = f"`{where}.gan` does not go with `{where}.{key}`. Keep one of them."
+                problems.append(Problem(text, RECIPE, where))
         return problems
 
     def combined_problems(self, job: Any) -> list[str]:

@@ -4,7 +4,7 @@ from typing import Any
 
 from wandistiller.objectives.base import TO_DATA, Term
 from wandistiller.objectives.objective import Objective
-from wandistiller.utils.errors import ConfigError, nearest, problem
+from wandistiller.utils.errors import RECIPE, ConfigError, Problem, nearest, problem
 from wandistiller.utils.registry import classes_in
 from wandistiller.utils.validation import check, types_of
 
@@ -32,11 +32,11 @@ def read_objective(given: str | dict[str, Any] | list[str | dict[str, Any]]) -> 
         terms.append(OBJECTIVES[name](**good))
         problems += wrong or terms[-1].problems(where)
     names = [term.name for term in terms]
-    problems += [f"recipe: `objective` names {n} twice. Keep one." for n in OBJECTIVES if names.count(n) > 1]
+    texts = [f"names {name} twice. Keep one." for name in OBJECTIVES if names.count(name) > 1]
     steps = {term.name: n for term in terms if (n := term.sampling_steps)}
     if len(terms) > 1 and (one := next((term for term in terms if term.trained_expert), None)):
         remedy = "Write it alone, or without `expert`."
-        problems.append(f"recipe: `objective` sums {one.name} of one `expert` with other terms. {remedy}")
+        texts.append(f"sums {one.name} of one `expert` with other terms. {remedy}")
     leads = {term.name: words for term in terms if (words := term.leads)}
     if len(set(leads.values())) > 1:
         listed = ", and ".join(f"{name}, which leads {words}" for name, words in leads.items())
@@ -44,13 +44,14 @@ def read_objective(given: str | dict[str, Any] | list[str | dict[str, Any]]) -> 
             "The student would learn a mean of both. Write them as `stages`; dmd2 and consistency go "
             'together with "sampler" "renoise" of dmd2, and neither `edges` nor `steps` of consistency.'
         )
-        problems.append(f"recipe: `objective` sums {listed}. {remedy}")
+        texts.append(f"sums {listed}. {remedy}")
     elif TO_DATA in leads.values() and not steps:
         text = f"leads {TO_DATA}, and in how many steps the student then samples is not said"
-        problems.append(f"recipe: `objective` {text}. Write `edges` or `steps` of consistency, such as 4.")
+        texts.append(f"{text}. Write `edges` or `steps` of consistency, such as 4.")
     if len(set(steps.values())) > 1:
         listed = " and ".join(f"{name} for {n}" for name, n in steps.items())
-        problems.append(f"recipe: `objective` trains {listed} sampling steps. Write one number in both.")
+        texts.append(f"trains {listed} sampling steps. Write one number in both.")
+    problems += [Problem(f"`objective` {text}", RECIPE, "objective") for text in texts]
     if problems:
         raise ConfigError(*problems)
     return Objective(tuple(terms))

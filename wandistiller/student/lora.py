@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from wandistiller.student.projections_and_heads import PROJECTIONS
-from wandistiller.utils.errors import problem
+from wandistiller.utils.errors import RECIPE, Problem, problem
 from wandistiller.utils.parameter_patterns import any_names, names_part, unknown_parts
 from wandistiller.utils.validation import Count, Positive, Text, check, types_of, write
 from wandistiller.wan import transformer
@@ -51,7 +51,8 @@ def lora_value_problems(given: dict[str, Any] | None) -> list[str]:
 
 def lora_problems(lora: Lora, frozen: list[str] | None, config: TransformerConfig) -> list[str]:
     """List what does not fit the run in `lora`; `start_places` checks its files."""
-    problems = [] if find_spec("peft") else ["recipe: `lora` needs peft. Run: pip install peft"]
+    lacking = Problem("`lora` needs peft. Run: pip install peft", RECIPE, "lora")
+    problems = [] if find_spec("peft") else [lacking]
     if frozen:
         remedy = "With `lora` all but the adapters is frozen; remove it."
         problems.append(problem("recipe", "frozen", frozen, remedy))

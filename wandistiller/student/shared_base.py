@@ -11,6 +11,7 @@ from wandistiller.experts import Expert
 from wandistiller.student.config import IMPORTANCE, kept_layers, source_experts
 from wandistiller.student.lora import Lora
 from wandistiller.teacher.block_source import SOURCE
+from wandistiller.utils.errors import RECIPE, Problem
 from wandistiller.wan.transformer import meta_transformer, set_parameter, share_rope
 from wandistiller.wan.transformer_config import TransformerConfig
 
@@ -66,21 +67,20 @@ def other_adapters(job: Any) -> list[str]:
     if not before or not before.bases or own is None:
         return []
     if own.get("start") and not job.previous:  # of an earlier stage's it was the beginning
-        return [
-            f"recipe: `lora.start` is {own['start']}, but the student begins with the adapters of "
-            f"{job.start.folder}. Keep one."
-        ]
+        whose = f"but the student begins with the adapters of {job.start.folder}. Keep one."
+        return [Problem(f"`lora.start` is {own['start']}, {whose}", RECIPE, "lora.start")]
     if (old := _kind(before.lora)) == (new := _kind(own)):
         return []
     changed = {key: value for key, value in old.items() if new[key] != value}
     if "rank" in changed and before.lora.get("alpha") is None and own.get("alpha") is None:
         changed.pop("alpha", None)  # it follows from the rank
     keys = ", ".join(changed)
-    return [
-        f"recipe: `lora` has another {keys} than the run {job.start.folder}, whose adapters it begins with: "
+    text = (
+        f"`lora` has another {keys} than the run {job.start.folder}, whose adapters it begins with: "
         "they would be merged, and each role need a copy of the whole network. Write that run's "
         f"{json.dumps(changed)}, or begin anew with its exported file as `lora.start`."
-    ]
+    )
+    return [Problem(text, RECIPE, "lora")]
 
 
 def obstacle(job: Any) -> str:

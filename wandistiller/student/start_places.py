@@ -5,7 +5,7 @@ from typing import Any
 
 from wandistiller.experts import Expert
 from wandistiller.student.lora import Lora, target_layers
-from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.errors import RECIPE, ConfigError, Place
 from wandistiller.wan.added_lora import (
     AddedLora,
     added_changes,
@@ -17,7 +17,7 @@ from wandistiller.wan.added_lora import (
 from wandistiller.wan.lora_experts import require_no_full_model
 from wandistiller.wan.lora_files import LowRank
 
-WHERE = "recipe: `lora.start`"
+WHERE = Place(RECIPE, "lora.start")
 
 
 def start_bases(job: Any) -> dict[Expert, Expert]:
@@ -63,10 +63,10 @@ def start_problems(job: Any) -> list[str]:
         higher = {layer.split(".", 2)[-1]: rank for layer, rank in ranks.items()}
         if without := sorted({layer.split(".", 2)[-1] for layer in changes if layer not in targets}):
             text = "changes layers that have no adapter here. Add to `lora.targets`"
-            problems.append(f"{WHERE}: {text}: {', '.join(without)}.")
+            problems.append(WHERE.problem(f"{text}: {', '.join(without)}."))
         if higher:
             text = f"its rank is {max(higher.values())}. Write that as `lora.rank`, or as `lora.ranks`"
-            problems.append(f"{WHERE}: {text} {json.dumps(higher)}.")
+            problems.append(WHERE.problem(f"{text} {json.dumps(higher)}."))
     return problems
 
 

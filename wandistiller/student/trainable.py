@@ -8,7 +8,7 @@ from torch import nn
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.student.lora import Lora, add_lora, linear_layers, lora_problems
 from wandistiller.student.projections_and_heads import PROJECTIONS, add_projections
-from wandistiller.utils.errors import problem
+from wandistiller.utils.errors import RECIPE, Problem, problem
 from wandistiller.utils.parameter_patterns import any_names, factor, names_part, unknown_parts
 from wandistiller.wan import transformer
 from wandistiller.wan.transformer_config import TransformerConfig
@@ -40,10 +40,11 @@ def tuning_problems(
             problems.append(problem("recipe", "learning_rates", part, remedy))
     if run.learning_rates and "lr" not in engine.section("optimizer.params"):
         lacking = "which the student's JSON lacks. Write it."
-        problems.append(f"recipe: `learning_rates` are factors of `optimizer.params.lr`, {lacking}")
+        text = f"`learning_rates` are factors of `optimizer.params.lr`, {lacking}"
+        problems.append(Problem(text, RECIPE, "learning_rates"))
     if run.learning_rates and engine.optimizer == "muon":
         cause = "Muon makes its own parameter groups and takes no `learning_rates`"
-        problems.append(f"recipe: {cause}. Remove them.")
+        problems.append(Problem(f"{cause}. Remove them.", RECIPE, "learning_rates"))
     if (
         run.learning_rates
         and engine.optimizer == "adagrad"
@@ -51,7 +52,8 @@ def tuning_problems(
         and engine.optimizer_on == "none"
     ):
         cause = "ZeRO joins Adagrad's parameter groups, so that it takes no `learning_rates`"  # 0.19.8
-        problems.append(f"recipe: {cause}. Remove them, or offload the optimizer.")
+        remedy = "Remove them, or offload the optimizer."
+        problems.append(Problem(f"{cause}. {remedy}", RECIPE, "learning_rates"))
     return problems + (lora_problems(Lora(**run.lora), run.frozen, config) if run.lora is not None else [])
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 REFUSALS = {
     errno.ENOENT: "no such file. Fix the path.",
@@ -27,11 +27,66 @@ MOST_NESTED = 32
 DEEP = f"more than {MOST_NESTED} levels of {{...}} and [...]. Write fewer; no setting needs them."
 
 
+RECIPE = "recipe"
+"""Place of a run's settings, until a command names the file that they are in."""
+
+
+class Problem(str):
+    """A message for a person: where it is, what was found, and what to do.
+
+    It is its text, and knows its parts, so that a caller that knows a better place can name that.
+    """
+
+    def __new__(cls, text: str, where: str | Path = "", key: str = "", stage: str = "") -> "Problem":
+        """Format a message.
+
+        Args:
+            where: file, or RECIPE.
+            key: setting there that it is about.
+            stage: of a recipe in stages.
+        """
+        stages = [f"stage {stage}"] if stage else []
+        problem = super().__new__(cls, ": ".join([*stages, *filter(None, [str(where)]), text]))
+        problem.parts = text, str(where), key, stage
+        return problem
+
+    def __reduce__(self) -> tuple[type["Problem"], tuple[str, ...]]:
+        return Problem, self.parts  # to other ranks
+
+    @property
+    def where(self) -> str:
+        return self.parts[1]
+
+    @property
+    def key(self) -> str:
+        return self.parts[2]
+
+    def at(self, where: str) -> "Problem":
+        """Return the problem with another place."""
+        text, _, key, stage = self.parts
+        return Problem(text, where, key, stage)
+
+    def in_stage(self, stage: str) -> "Problem":
+        """Return the problem as one of a stage."""
+        return Problem(*self.parts[:3], stage)
+
+
+class Place(NamedTuple):
+    """A file, or RECIPE, and the setting there that problems are about."""
+
+    where: str
+    key: str = ""
+
+    def problem(self, text: str) -> Problem:
+        return Problem(f"`{self.key}`: {text}" if self.key else text, *self)
+
+
 class Problems(Exception):
-    """Problems that a person must fix, each a message: where, what was found, what to do; equal ones once."""
+    """Problems that a person must fix, equal ones once."""
 
     def __init__(self, *problems: str):
-        self.problems = list(dict.fromkeys(problems))
+        of_type = (p if isinstance(p, Problem) else Problem(p) for p in problems)
+        self.problems: list[Problem] = list(dict.fromkeys(of_type))
         super().__init__("\n".join(self.problems))
 
 
@@ -47,11 +102,11 @@ class StorageError(Problems):
     """A disk, folder or file that is full, gone or damaged; once fixed, the same command resumes the run."""
 
 
-def problem(where: str | Path, key: str, value: object, remedy: str) -> str:
-    """Format an error message: file, key, its value, what to write instead."""
+def problem(where: str | Path, key: str, value: object, remedy: str) -> Problem:
+    """Format a problem: file, key, its value, what to write instead."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     text = "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)  # a zero-width space is seen
-    return f"{where}: `{key}` is {text}. {remedy}"
+    return Problem(f"`{key}` is {text}. {remedy}", where, key)
 
 
 def unknown_keys(where: str | Path, given: dict, known: Iterable[str], prefix: str = "") -> list[str]:

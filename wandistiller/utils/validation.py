@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import TypeAdapter, ValidationError, WrapValidator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from wandistiller.utils.errors import nearest, problem, unknown_keys
+from wandistiller.utils.errors import Problem, nearest, problem, unknown_keys
 
 Count = Annotated[int, Gt(0)]
 Index = Annotated[int, Ge(0)]
@@ -88,7 +88,7 @@ def value_problems(
             _adapter(types[key]).validate_python(given[key], strict=True)
         except ValidationError as error:
             hint = " Remove the quotes." if _is_quoted(given[key], types[key]) else ""
-            problems += [message + hint for message in error_messages(where, error, prefix + key)]
+            problems += error_messages(where, error, prefix + key, hint)
     return problems
 
 
@@ -106,12 +106,14 @@ def _is_quoted(value: Any, kind: Any) -> bool:
     return True
 
 
-def error_messages(where: str | Path, error: ValidationError, prefix: str = "") -> list[str]:
+def error_messages(
+    where: str | Path, error: ValidationError, prefix: str = "", hint: str = ""
+) -> list[Problem]:
     """Format the errors that pydantic found in a section or value of the name `prefix`."""
     problems = []
     for e in error.errors(include_url=False):
         key = ".".join(filter(None, (prefix, *map(str, e["loc"]))))
-        problems.append(problem(where, key, e["input"], _remedy(e)))
+        problems.append(problem(where, key, e["input"], _remedy(e) + hint))
     return problems
 
 

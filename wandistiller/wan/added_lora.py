@@ -10,7 +10,7 @@ from pydantic import AllowInfNan
 from torch import Tensor, nn
 
 from wandistiller.experts import Expert
-from wandistiller.utils.errors import ConfigError, problem
+from wandistiller.utils.errors import ConfigError, Place, Problem, problem
 from wandistiller.utils.files import file_digest
 from wandistiller.utils.validation import Text, check, types_of
 from wandistiller.wan.lora_experts import BOTH, SIDES, files_of, sides_of, split_side
@@ -72,7 +72,8 @@ def read_added(where: str, key: str, given: Any) -> list[AddedLora]:
             side, good["file"] = split_side(good.get("file", ""))
             several = [good | ({"expert": side} if side else {})]
             if not found and not good["file"]:
-                found = [f"{where}: `{name}file` is missing. Write the name of a LoRA file."]
+                text = f"`{name}file` is missing. Write the name of a LoRA file."
+                found = [Problem(text, where, f"{name}file")]
         problems += found
         added += [] if found else [AddedLora(**one) for one in several]
     if problems:
@@ -94,7 +95,7 @@ def read_recorded(where: str, given: list[dict[str, Any]] | None) -> list[AddedL
     return added
 
 
-def with_experts(where: str, added: Iterable[AddedLora], networks: Iterable[Expert]) -> list[AddedLora]:
+def with_experts(where: Place, added: Iterable[AddedLora], networks: Iterable[Expert]) -> list[AddedLora]:
     """Replace folders by the files in them, and name the expert that each file is for, of two.
 
     Args:
@@ -114,14 +115,14 @@ def each_file(added: Iterable[AddedLora]) -> list[AddedLora]:
 
 
 def added_problems(
-    where: str, added: Iterable[AddedLora], configs: dict[Expert, TransformerConfig]
+    where: Place, added: Iterable[AddedLora], configs: dict[Expert, TransformerConfig]
 ) -> list[str]:
     """List the problems of LoRA files that are to be added to these networks; what they hold is read."""
     problems = []
     for one in added:
         if not (experts := [expert for expert in configs if one.is_for(expert)]):
             text = f"{one.file} is for the {one.said.in_words}, which is not here"
-            problems.append(f"{where}: {text}. Leave it out, or write {BOTH}={one.file}.")
+            problems.append(where.problem(f"{text}. Leave it out, or write {BOTH}={one.file}."))
         try:
             for expert in experts:
                 read_lora(Path(one.file), configs[expert], expert, weights=False)

@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from wandistiller.experts import Expert
-from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.errors import ConfigError, Place
 from wandistiller.utils.files import read_json
 from wandistiller.wan.damaged import unfinished
 from wandistiller.wan.lora_files import experts_in
@@ -157,7 +157,7 @@ def facts_beside(file: Path) -> Path:
     return beside if file.name in FILES.values() and beside.is_file() else file
 
 
-def sides_of(where: str, said: Sequence[tuple[Path, str]], networks: int) -> list[str]:
+def sides_of(where: Place, said: Sequence[tuple[Path, str]], networks: int) -> list[str]:
     """Return for which expert each LoRA file is, one of `SIDES`; of one network what the user wrote.
 
     Args:
@@ -172,10 +172,13 @@ def sides_of(where: str, said: Sequence[tuple[Path, str]], networks: int) -> lis
         if len(set().union(*of.values())) == 2:
             files = " and ".join(map(str, of))
             remedy = f"Give the file of one, or write {BOTH}=FILE."
-            raise ConfigError(f"{where}: {files} are for two experts, and here is one network. {remedy}")
+            raise ConfigError(
+                where.problem(f"{files} are for two experts, and here is one network. {remedy}")
+            )
         return [side for _, side in said]
     if unclear := [file for file, experts in of.items() if not experts]:
-        text = "{}: nothing says for which of the two experts {} is: neither its name nor its folder's has "
+        text = "nothing says for which of the two experts {} is: neither its name nor its folder's has "
         text += "one of the words high and low. Write {}={}, {}={}, or {}={} for both."
-        raise ConfigError(*(text.format(where, f, *(w for s in SIDES for w in (s, f))) for f in unclear))
+        texts = (text.format(file, *(word for s in SIDES for word in (s, file))) for file in unclear)
+        raise ConfigError(*map(where.problem, texts))
     return [side or (BOTH if len(of[file]) == 2 else next(iter(of[file])).key) for file, side in said]

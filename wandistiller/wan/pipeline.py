@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import constants
 
 from wandistiller.experts import Expert
-from wandistiller.utils.errors import ConfigError, problem, readable
+from wandistiller.utils.errors import ConfigError, Place, problem, readable
 from wandistiller.utils.files import digest, fingerprint, read_json
 from wandistiller.wan.added_lora import AddedLora, MergingReader, added_changes, added_problems
 from wandistiller.wan.checks import (
@@ -254,7 +254,7 @@ def with_loras(folder: WanFolder, added: list[AddedLora]) -> WanFolder:
     Raises:
         ConfigError: they are not for its networks.
     """
-    if problems := added_problems(folder.name, added, folder.configs):
+    if problems := added_problems(Place(folder.name), added, folder.configs):
         raise ConfigError(*problems)
     return replace(folder, added=(*folder.added, *added))
 

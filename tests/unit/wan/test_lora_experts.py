@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from wandistiller.experts import Expert
-from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.errors import ConfigError, Place
 from wandistiller.wan.lora_experts import adapters_of, expert_of, facts_of, files_of, sides_of
 
 HIGH, LOW = Expert.HIGH_NOISE, Expert.LOW_NOISE
@@ -130,11 +130,11 @@ def test_a_name_in_the_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.
 def test_a_file_that_names_no_expert_is_refused_for_two_with_the_three_spellings(tmp_path: Path) -> None:
     files = [file_in(tmp_path / "x", name) for name in ("style_hi", "style_lo")]
     with pytest.raises(ConfigError) as raised:
-        sides_of("recipe", [(file, "") for file in files], 2)
+        sides_of(Place("recipe"), [(file, "") for file in files], 2)
     assert len(raised.value.problems) == 2
     for file, problem in zip(files, raised.value.problems, strict=True):
         assert problem.endswith(f"Write high_noise={file}, low_noise={file}, or both={file} for both.")
-    assert sides_of("recipe", [(file, "") for file in files], 1) == ["", ""]
+    assert sides_of(Place("recipe"), [(file, "") for file in files], 1) == ["", ""]
 
 
 def test_what_is_written_goes_before_the_name_and_a_file_of_both_experts_says_it_itself(
@@ -144,7 +144,7 @@ def test_what_is_written_goes_before_the_name_and_a_file_of_both_experts_says_it
     both = file_in(tmp_path, "x", None, KEY.format("transformer"), KEY.format("transformer_2"))
     second = file_in(tmp_path, "y", None, KEY.format("transformer_2"))
     said = [(low, ""), (low, "both"), (low, "high_noise"), (both, ""), (both, "low_noise"), (second, "")]
-    assert sides_of("recipe", said, 2) == [
+    assert sides_of(Place("recipe"), said, 2) == [
         "low_noise",
         "both",
         "high_noise",
@@ -159,4 +159,4 @@ def test_files_of_two_experts_are_refused_for_one_network(files: tuple[str, ...]
     keys = (KEY.format("transformer"), KEY.format("transformer_2"))
     said = [(file_in(tmp_path, name, None, *(keys if name == "both" else ())), "") for name in files]
     with pytest.raises(ConfigError, match="are for two experts, and here is one network"):
-        sides_of("recipe", said, 1)
+        sides_of(Place("recipe"), said, 1)
