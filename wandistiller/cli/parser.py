@@ -139,8 +139,8 @@ def _of_path(read: Callable[[str], Any]) -> Callable[[str], Any]:
     def named(text: str) -> Any:
         if text.strip() and is_text(text):
             return read(text)
-        remedy = "Name one, or leave the flag out; is a variable of the shell unset?"
-        raise argparse.ArgumentTypeError(f"{text!r} can name no file or folder. {remedy}")
+        remedy = "Write one, or leave the flag out; is a variable of the shell unset?"
+        raise argparse.ArgumentTypeError(f"{text!r} is no name and no text. {remedy}")
 
     return named
 
