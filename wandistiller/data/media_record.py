@@ -1,4 +1,4 @@
-"""What a run's media were as it used them first, so that a resume notices which were replaced."""
+"""Record of a run's media as it used them first, so that a resume notices which were replaced."""
 
 import os
 from collections.abc import Iterable
