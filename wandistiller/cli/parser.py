@@ -137,10 +137,13 @@ def _of_path(read: Callable[[str], Any]) -> Callable[[str], Any]:
     """Return `read` for a flag that names files or folders; blank text names none, and Path("") is `.`."""
 
     def named(text: str) -> Any:
-        if text.strip() and is_text(text):
-            return read(text)
-        remedy = "Write one, or leave the flag out; is a variable of the shell unset?"
-        raise argparse.ArgumentTypeError(f"{text!r} is no name and no text. {remedy}")
+        if not is_text(text):
+            what = "holds a character that no file name or prompt can have. Remove it."
+            raise argparse.ArgumentTypeError(f"{text!r} {what}")
+        if not text.strip():
+            remedy = "Write one, or leave the flag out; is a variable of the shell unset?"
+            raise argparse.ArgumentTypeError(f"{text!r} is no name and no text. {remedy}")
+        return read(text)
 
     return named
 
