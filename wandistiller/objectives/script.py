@@ -118,7 +118,7 @@ def joined(scripts: Sequence[Script]) -> Generator[list[Question], list[Any], li
 
     A state that several ask about is asked about once.
     """
-    plays = [Play(lambda script=script: script) for script in scripts]
+    plays = [Play(lambda script=script: script) for script in scripts]  # of which none is played again
     while asking := [play for play in plays if play.questions]:
         of_round = [play for play in asking if not play.learns] or asking
         questions, places = _once([question for play in of_round for question in play.questions])

@@ -1,0 +1,49 @@
+"""Scripts: played twice with the same outputs, and side by side."""
+
+import torch
+from constant_teacher import BATCH
+
+from wandistiller.batch import STUDENT, Prediction, State
+from wandistiller.objectives.script import TEACHER, Ask, Learn, Loss, Play, Script, joined
+
+
+def output(value: float) -> Prediction:
+    return Prediction(torch.full_like(BATCH.x_t_BCFHW, value))
+
+
+def difference(state: State, blocks: tuple[int, ...] = ()) -> Script:
+    """The mean difference of what learns from the teacher."""
+    teacher = yield Ask(TEACHER, state, blocks)
+    student = yield Learn(state)
+    return Loss((student.v_BCFHW - teacher.v_BCFHW).flatten(1).mean(1)[None])
+
+
+def test_a_script_that_is_played_again_stands_where_it_stood_and_goes_its_own_way() -> None:
+    play = Play(lambda: difference(BATCH))
+    play.answer([output(1.0)])
+    again = play.again()
+    assert play.learns and again.learns and again.questions[0].state is BATCH
+    again.answer([output(5.0)])
+    play.answer([output(3.0)])
+    assert (play.loss.rows_TB.tolist(), again.loss.rows_TB.tolist()) == ([[2.0, 2.0]], [[4.0, 4.0]])
+
+
+def test_joined_scripts_ask_once_about_a_state_and_learn_in_one_pass() -> None:
+    def ask_later(state: State) -> Script:
+        rest = yield Ask(STUDENT, state)
+        teacher = yield Ask(TEACHER, state)
+        student = yield Learn(state)
+        return Loss((student.v_BCFHW - teacher.v_BCFHW - rest.v_BCFHW).flatten(1).mean(1)[None])
+
+    script = joined([difference(BATCH, (3,)), difference(BATCH, (1,)), ask_later(BATCH)])
+    rounds = [next(script)]
+    rounds.append(script.send([output(1.0), output(10.0)]))  # the teacher's, blocks 1 and 3; the student's
+    rounds.append(script.send([output(2.0)]))  # the teacher's, for the one that asks later
+    try:
+        script.send([output(3.0)])
+    except StopIteration as end:
+        rows = [loss.rows_TB[0, 0].item() for loss in end.value]
+    asked = [[(type(q), getattr(q, "role", ""), getattr(q, "blocks", ())) for q in one] for one in rounds]
+    assert asked[0] == [(Ask, TEACHER, (1, 3)), (Ask, STUDENT, ())]
+    assert asked[1:] == [[(Ask, TEACHER, ())], [(Learn, "", ())]]
+    assert rows == [2.0, 2.0, -9.0]
