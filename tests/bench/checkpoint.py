@@ -41,6 +41,7 @@ def timed(work: Callable[[], Any]) -> float:
 
 def measure(stage: int, zero: dict[str, Any], writer: str, millions: int, folder: Path) -> dict[str, float]:
     """One save by one writer, on this rank of a new process."""
+    from engines import learner_of
     from recipes import ADAM
     from small_wan import small_transformer
 
@@ -50,7 +51,6 @@ def measure(stage: int, zero: dict[str, Any], writer: str, millions: int, folder
     from wandistiller.engine.ds_config import load, student_engine
     from wandistiller.engine.patches import patch_deepspeed
     from wandistiller.experts import Expert
-    from wandistiller.student.learner import Learner
 
     patch_deepspeed()
     collectives.init("warning")
@@ -58,7 +58,7 @@ def measure(stage: int, zero: dict[str, Any], writer: str, millions: int, folder
     model = small_transformer(0, layers, num_attention_heads=8, attention_head_dim=128, ffn_dim=4096)
     ds = {"train_micro_batch_size_per_gpu": 1, "optimizer": ADAM, "bf16": {"enabled": True}}
     ds["zero_optimization"] = {"stage": stage, "stage3_param_persistence_threshold": 0, **zero}
-    student = Learner({Expert.HIGH_NOISE: model}, student_engine(load(ds), collectives.world_size()))
+    student = learner_of(model, student_engine(load(ds), collectives.world_size()))
     (trained,) = student.trained.values()
     for flat in trained.flats:
         trained.make_state(flat, ["exp_avg", "exp_avg_sq"], 1)

@@ -14,8 +14,8 @@ from slow_cases import slow_but
 from trainers import trainer_of
 
 from wandistiller.monitoring.metrics import read_lines
+from wandistiller.network.heads import PROJECTIONS
 from wandistiller.objectives.dmd2 import CRITIC
-from wandistiller.student.projections_and_heads import PROJECTIONS
 from wandistiller.utils.files import read_json
 
 STEPS = 4

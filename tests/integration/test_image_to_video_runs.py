@@ -28,6 +28,7 @@ from wandistiller.config.validate import read_job
 from wandistiller.data.media import MediaReader, Size
 from wandistiller.evaluation.items import image_problems, read_items
 from wandistiller.experts import Expert
+from wandistiller.network.network import Network
 from wandistiller.teacher.base import LocalTeacher
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
@@ -88,7 +89,7 @@ def test_a_student_opens_in_the_stock_pipeline_and_samples_there_as_here(
     text_LD = Encoder(student.path, torch.float32, CPU).encode(PROMPTS[0])
     conditioning = Conditioning(text_LD[None], **{name: t[None] for name, t in given.items()})
     noise = torch.randn(1, *student.latent_shape(**SIZE), generator=torch.Generator().manual_seed(0))
-    velocity = LocalTeacher(dict.fromkeys(Expert, pipe.transformer)).velocity
+    velocity = LocalTeacher(dict.fromkeys(Expert, Network(pipe.transformer))).velocity
     few = few_steps(facts.shift, 2, None)
     ours, _ = denoise(velocity, student, facts.shift, noise, conditioning, 2, few)
     assert (ours - theirs).norm() / theirs.norm() < 1e-3

@@ -11,7 +11,6 @@ from planned import published_job as job
 from wandistiller.cli.plan_report import duration
 from wandistiller.config.job import Job
 from wandistiller.planner.machine import Machine
-from wandistiller.planner.student_network import other_network
 from wandistiller.planner.time import PEAKS, SHARE, Rates, Times, override_rates, passes, usual_rates
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
@@ -152,7 +151,7 @@ def test_a_critic_of_adapters_from_the_teacher_is_as_large_as_from_the_student(p
         job(published, ONE_24, **lora, objective={"name": "dmd2", "critic_start": start})
         for start in ("student", "teacher")
     )
-    student, teacher = (other_network(run, run.objective.others["critic"]) for run in runs)
+    student, teacher = (run.networks.others["critic"].parameters for run in runs)
     assert student == teacher and all(".lora_" in name for name in teacher.trained)
 
 

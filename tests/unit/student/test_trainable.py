@@ -121,7 +121,7 @@ def test_an_average_of_weights_on_nvme_is_refused(tmp_path: Path, wan1: Path) ->
 def test_lora_without_peft_is_reported_before_weights_are_loaded(
     tmp_path: Path, wan1: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("wandistiller.student.lora.find_spec", lambda name: None)
+    monkeypatch.setattr("wandistiller.network.adapters.find_spec", lambda name: None)
     assert problems(tmp_path, wan1, lora={}) == ["recipe: `lora` needs peft. Run: pip install peft"]
 
 

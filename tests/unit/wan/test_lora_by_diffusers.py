@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from small_wan import small_transformer
 from torch import Tensor
 
-from wandistiller.student.lora import linear_layers
+from wandistiller.network.adapters import linear_layers
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.lora_files import read_lora
