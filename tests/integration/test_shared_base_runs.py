@@ -312,9 +312,19 @@ def test_a_finished_run_has_a_lora_file_that_makes_its_student_of_the_unchanged_
     assert "load_lora_weights" in (streamed / "lora.card" / "README.md").read_text()
 
 
-def test_the_summary_says_which_roles_have_one_copy(folder: Path, wan2: Path, one_rank: torch.device) -> None:
+def test_the_table_of_networks_says_whose_weights_each_has(
+    folder: Path, wan2: Path, one_rank: torch.device
+) -> None:
     given = recipe(folder, wan2, output_dir=str(folder / "said"), **LORA | {"objective": DMD2})
-    for teacher, text in ((PLACEMENTS["streamed"], "one copy of its weights"), (COPIES, "a copy each")):
-        lines = summary(job_of(given | {"teacher_deepspeed_config": teacher}))
-        (base,) = (line for line in lines if line.startswith("base"))
-        assert base.startswith(f"base      {text} for teacher, student, critic")
+    placed = (PLACEMENTS["streamed"], "the teacher's", 0), (COPIES, "a copy of the teacher's", 1)
+    for teacher, weights, notes in placed:
+        job = job_of(given | {"teacher_deepspeed_config": teacher})
+        assert {row.role: row.weights for row in job.networks.rows if row.learns} == {
+            "student": weights,
+            "critic": weights,
+        }
+        lines = summary(job)
+        first = next(number for number, line in enumerate(lines) if line.startswith("networks  teacher"))
+        critic = next(line for line in lines[first:] if line.startswith("          critic"))
+        assert f"  {weights}  " in critic and "updates a step" in critic
+        assert sum("copies of the weights for each role, as the teacher is" in one for one in lines) == notes

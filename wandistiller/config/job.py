@@ -7,7 +7,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from wandistiller.batch import STUDENT
-from wandistiller.config.networks import Deciding, NetworkTable
+from wandistiller.config.networks import NetworkTable, TableMaker
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.start import Start
 from wandistiller.data.buckets import make_buckets
@@ -124,7 +124,7 @@ class Job:
 
     @cached_property
     def networks(self) -> NetworkTable:
-        return Deciding(
+        return TableMaker(
             run=self.run,
             folder=self.folder,
             student=self.student,

@@ -125,7 +125,7 @@ class NetworkTable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Deciding:
+class TableMaker:
     """What decides for each network of a run whose weights it has, and what of it learns."""
 
     run: RunConfig

@@ -98,25 +98,25 @@ def _after_schedule(job: Job) -> list[str]:
 
 
 def _networks(job: Job) -> list[str]:
-    """Describe each network that learns: its weights, what of it learns, its engine; and the teacher's."""
-    networks, lines = job.networks, []
+    """Show the run's networks: whose weights each has, what of it learns, and where it is."""
+    networks, rows = job.networks, []
     for row in networks.rows:
-        name = row.role if len(networks.by_role[row.role]) == 1 else f"{row.role}, {row.expert.in_words}"
-        if row.role == TEACHER:
-            lines.append(f"{name}: {job.teacher.describe()}, {row.engine.precision}")
-        elif not row.learns:
-            lines.append(f"{name}: {row.weights} weights, does not learn")
-        else:
-            every = f", {row.setting.updates} updates a step" if row.setting else ""
-            learning = row.parameters.trained_numel / 1e6
-            what = f"{learning:.1f}M parameters learn{every}, ZeRO stage {row.engine.stage}"
-            lines.append(f"{name}: {row.weights} weights, {what}")
-    labels = ["networks", *[""] * len(lines)]
+        name = row.role if len(networks.by_role[row.role]) == 1 else f"{row.role}, {row.expert.key}"
+        learns = f"{row.parameters.trained_numel / 1e6:.1f}M weights learn" if row.learns else "frozen"
+        learns += f", {row.setting.updates} updates a step" if row.setting else ""
+        engine = f"ZeRO stage {row.engine.stage}" if row.learns else ""
+        place = job.teacher.describe() if row.role == TEACHER else engine
+        weights = "its files" if row.role == TEACHER else row.weights
+        rows.append((name, weights, learns, f"{place} {row.engine.precision}".strip()))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     why = networks.copies_because
     if job.run.lora and not networks.bases:
         why = "the student is another network than the teacher"
-    notes = [f"          a copy each, as {why}"] if why else []
-    return [f"{label:<9} {line}" for label, line in zip(labels, lines, strict=False)] + notes
+    lines += [f"copies of the weights for each role, as {why}"] if why else []
+    return [
+        f"{label:<9} {line}" for label, line in zip(["networks", *[""] * len(lines)], lines, strict=False)
+    ]
 
 
 def _guidance(job: Job) -> str:
