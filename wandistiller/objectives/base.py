@@ -42,13 +42,13 @@ class RunFacts(NamedTuple):
 
     layers: int
     teacher_layers: int
-    has_two_experts: bool
-    is_measured: bool
+    has_two_experts: bool = False
+    is_measured: bool = False
     """Building the student needs the whole teacher."""
-    has_buckets: bool
-    adapts_teacher: bool
+    has_buckets: bool = False
+    adapts_teacher: bool = False
     """The student is the teacher with adapters."""
-    trains_part: bool
+    trains_part: bool = False
     """Only a part of a student's own weights is trained, or adapters of them."""
 
 

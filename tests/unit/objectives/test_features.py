@@ -140,7 +140,7 @@ def test_a_guided_teacher_s_hidden_states_are_those_of_the_text_branch(
 
 def test_block_numbers_are_refused_under_the_key_of_their_term() -> None:
     wrong = {"name": "feature", "blocks": [0, 4], "teacher_blocks": [1, 9]}
-    run = RunFacts(3, 6, *[False] * 5)
+    run = RunFacts(3, 6)
     (alone, _), (summed, _) = (
         read_objective(given).combined_problems(run) for given in (wrong, ["velocity", wrong])
     )
