@@ -20,6 +20,7 @@ from wandistiller.utils.files import read_json
 
 STEPS = 4
 DMD2 = {"name": "dmd2", "steps": 2, "critic_updates": 2, "critic_lr": 2e-3}
+SHARED = DMD2 | {"shared": True}
 SETTINGS = {"objective": DMD2, "max_steps": STEPS, "save_every": 2}
 SETTINGS |= {"guidance_scale": 4.0, "guidance_scale_2": 3.0}
 
@@ -48,12 +49,13 @@ def assert_same_curves(output: Path, reference: Path) -> None:
     assert of_critic(output) == pytest.approx(of_critic(reference), rel=1e-5)
 
 
-def test_losses_and_weights_after_6_updates_equal_those_of_plain_pytorch(
-    folder: Path, wan2: Path, one_rank: torch.device
+@pytest.mark.parametrize(("objective", "micro"), [(DMD2, 8), (SHARED, 8), (SHARED, 2)])
+def test_losses_and_weights_after_two_steps_equal_those_of_plain_pytorch(
+    folder: Path, wan2: Path, one_rank: torch.device, objective: dict[str, Any], micro: int
 ) -> None:
-    engine = student_engine(2, train_micro_batch_size_per_gpu=8)
-    given = recipe(folder, wan2, output_dir=str(folder / "plain"), **SETTINGS | {"deepspeed_config": engine})
-    trainer = trainer_of(given)
+    more = {"deepspeed_config": student_engine(2, train_micro_batch_size_per_gpu=micro)}
+    more |= {"objective": objective, "output_dir": str(folder / "plain")}
+    trainer = trainer_of(recipe(folder, wan2, **SETTINGS | more))
     plain = PlainDmd2(trainer.job)
     for step in range(2):
         result, (loss, critic) = trainer.train_step(step), plain.step(step)
@@ -142,6 +144,9 @@ def test_it_needs_prompts_alone_and_makes_no_rollouts(folder: Path, wan2: Path) 
         ("renoise", DMD2 | {"steps": 3, "sampler": "renoise"}),
         ("critic_follows", DMD2 | {"critic_follows": 0.03}),
         ("head_start", DMD2 | {"critic_warmup": 3}),
+        ("shared", SHARED | {"critic_updates": 1, "critic_follows": 0.03}),
+        ("shared_heads", SHARED | {"gan": 0.03, "critic_warmup": 1}),
+        ("shared_joint", [SHARED | {"sampler": "renoise"}, {"name": "consistency", "weight": 3}]),
         ("joint", [DMD2 | {"sampler": "renoise"}, {"name": "consistency", "weight": 3}]),
         ("heads", DMD2 | {"gan": 0.03}),
     ],

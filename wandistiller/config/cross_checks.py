@@ -19,6 +19,7 @@ from wandistiller.engine.nvme import lock_problems, locked_bytes
 from wandistiller.experts import Expert
 from wandistiller.flow import RENOISE, FlowSchedule
 from wandistiller.network.adapters import lora_value_problems
+from wandistiller.objectives.base import RunFacts
 from wandistiller.student.trainable import tuning_problems
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.utils.errors import RECIPE, Problem, folder_problems, inside_problems, problem
@@ -63,10 +64,17 @@ def _projects(job: Job) -> bool:
 
 def objective_problems(job: Job) -> list[str]:
     """List what the objective needs and the run does not have."""
-    layers = job.student_transformer.num_layers, job.folder.config.num_layers
-    problems = job.objective.block_problems(*layers)
-    for term in job.objective.terms:
-        problems += term.combined_problems(job)
+    problems = job.objective.combined_problems(
+        RunFacts(
+            layers=job.student_transformer.num_layers,
+            teacher_layers=job.folder.config.num_layers,
+            has_two_experts=job.student.experts == "two",
+            is_measured=job.needs_measuring,
+            has_buckets=bool(job.run.buckets),
+            adapts_teacher=bool(job.networks.bases),
+            trains_part=bool(job.run.frozen or job.run.lora and not job.networks.bases),
+        )
+    )
     for role in job.objective.others.values():
         problems += _follow_problems(job) if role.follows else []
         problems += _rate_problems(job, role.lr) if role.lr is not None else []
@@ -93,7 +101,7 @@ def _handover_problems(job: Job) -> list[str]:
     """A high-noise expert that is led to the hand-over needs a sampler that comes by there too."""
     objective, boundary, shift = job.objective, job.folder.boundary, job.run.shift
     number = objective.sampling_steps
-    is_led = any(term.ends_segments for term in objective.terms)
+    is_led = any(term.aim.ends_segments for term in objective.terms)
     if not (is_led or objective.trained_expert is Expert.HIGH_NOISE):
         return []
     if objective.few_step_sampler == RENOISE:

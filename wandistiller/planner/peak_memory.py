@@ -50,6 +50,8 @@ NCCL = 700 * MIB
 LEAST_PART = 4
 """At least a quarter of the text encoder stays: its word embeddings are a fifth, and a layer comes."""
 CAST, ACTIVATIONS = "student's gradients in float32", "student's activations"
+IN_STEP = ", in a step"
+"""End of the uses of memory that a network's learning takes from the first micro-step on."""
 FREED = "freed by the teacher, kept by the C library"
 """CPU memory that a teacher's call has left in the heap while the student computes."""
 
@@ -76,6 +78,10 @@ def activations(job: Job, machine: Machine) -> tuple[int, int]:
     both = recomputes, engine.without_recompute
     checkpointed, kept = (p.saved(job.student_transformer, each, p.samples).transient for each in both)
     return checkpointed, kept
+
+
+def _in_step(parts: Parts) -> Parts:
+    return {use: nbytes for use, nbytes in parts.items() if use.endswith(IN_STEP)}
 
 
 def _on_host(parts: Parts) -> Parts:
@@ -132,9 +138,17 @@ class _Planner:
         for name, other in j.networks.others.items():
             # it and the teacher are called beside the student's activations
             kept_of_it, its_steps, slope = self._other(other)
-            steps |= its_steps | {"teacher and critic at samples": sampled | call}
+            held = sampled
+            if other.setting.is_shared:  # both learn in one update: each beside what the other one holds
+                of_student, of_other = _in_step(sampled), _in_step(its_steps[name])
+                held = sampled | of_other
+                steps = {a: parts | of_other for a, parts in steps.items()}
+                its_steps = {
+                    a: parts | (sampled if a == name else of_student) for a, parts in its_steps.items()
+                }
+            steps |= its_steps | {f"teacher and {name} at samples": held | call}
             if slope:
-                steps["gradient through the critic"] = sampled | slope
+                steps[f"gradient through the {name}"] = held | slope
             student |= kept_of_it
             numel = other.parameters.trained_numel
             starts[f"{name}'s start"] = student | {"its weights in float32": Bytes(host=4 * numel)} | again
@@ -219,7 +233,7 @@ class _Planner:
         parts = student_parts(self.network, experts, engine, ranks, accelerator=self.gpu, ema=ema)
         saved = self.saved(j.student_transformer, engine, self.samples)
         kept = {f"student's {use}": replace(b, transient=0) for use, b in parts.items()}
-        transient = {f"student's {use}, in a step": b.transient for use, b in parts.items() if b.transient}
+        transient = {f"student's {use}{IN_STEP}": b.transient for use, b in parts.items() if b.transient}
         if Expert.HIGH_NOISE in {*j.networks.student} - {*j.networks.learning}:  # the samples begin with it
             whole = count_parameters(j.student_transformer)
             numel = self.network.trained_numel if j.networks.share_base else whole
@@ -231,7 +245,7 @@ class _Planner:
             spread = spread_bytes(self.network, engine, ranks)
             passes["gloo's copy of a bucket"] = Bytes(transient=bucket_bytes(self.network, engine))
             optimizer["gloo's copies of the weights"] = Bytes(transient=spread)
-        gathered = {use: b for use, b in step.items() if use == f"student's {GATHERED}, in a step"}
+        gathered = {use: b for use, b in step.items() if use == f"student's {GATHERED}{IN_STEP}"}
         return kept, gathered, {"student": passes, "optimizer": optimizer}
 
     def _other(self, other: NetworkPlan) -> tuple[Parts, dict[str, Parts], Parts]:
@@ -242,7 +256,7 @@ class _Planner:
         parts = student_parts(network, 1, engine, ranks, accelerator=self.gpu)
         saved = self.saved(other.config, engine, j.batch.micro * (2 if has_heads else 1))
         kept = {f"{name}'s {use}": replace(b, transient=0) for use, b in parts.items()}
-        step = {f"{name}'s {use}, in a step": Bytes(transient=b.transient) for use, b in parts.items()}
+        step = {f"{name}'s {use}{IN_STEP}": Bytes(transient=b.transient) for use, b in parts.items()}
         optimizer = {f"{name}'s gradients in float32": Bytes(transient=2 * cast_bytes(network, engine))}
         if not self.gpu and ranks > 1:
             step["gloo's copy of a bucket"] = Bytes(transient=bucket_bytes(network, engine))

@@ -284,6 +284,22 @@ def test_teacher_student_and_critic_have_the_base_once_and_two_blocks_of_it_on_t
     assert sum(b.node for b in parts.values()) == base.node
 
 
+def test_a_critic_that_learns_at_the_student_s_samples_keeps_the_student_s_activations_beside_its_own(
+    published: Path,
+) -> None:
+    dmd2 = {"name": "dmd2", "critic_updates": 1}
+    alone, both = (
+        plan(job(published, ONE_24, objective=dmd2 | {"shared": shared}), ONE_24, coding=False)["train"]
+        for shared in (False, True)
+    )
+    assert alone.kept == both.kept
+    critics = [phase.alternatives["critic"] for phase in (alone, both)]
+    beside = {use: b for use, b in critics[1].items() if use not in critics[0]}
+    assert beside.keys() == alone.alternatives["student"].keys() - critics[0].keys()
+    assert beside["student's activations"].transient > 0
+    assert both.alternatives["student"].keys() > alone.alternatives["student"].keys()
+
+
 @pytest.mark.parametrize("placement", ["streamed", "files", "owner"])
 def test_loras_added_to_a_teacher_are_in_cpu_memory_while_its_weights_are_read(
     published: Path, tmp_path: Path, placement: str

@@ -146,6 +146,19 @@ def test_a_head_start_takes_the_critic_s_passes_and_the_samples_for_them(publish
     assert Times(plain, EIGHT_80, RATES).warm_up() == 0
 
 
+@pytest.mark.parametrize(("critic_updates", "worth"), [(1, 11.5), (2, 18)])
+def test_an_update_of_two_networks_takes_one_roll_out_and_a_pass_of_each(
+    published: Path, critic_updates: int, worth: float
+) -> None:
+    """A backward pass counts twice. Another update of the critic has 2.5 calls of the student, 4 of its own."""
+    dmd2 = {"name": "dmd2", "steps": 4, "shared": True, "critic_updates": critic_updates}
+    run = job(published, EIGHT_80, objective=dmd2, **GPU)
+    assert run.batch.accumulation == 1  # else the student's pass is made before too
+    made = passes(run)
+    assert (made["teacher"], made["critic"]) == ((2, 0), (2 * critic_updates, critic_updates))
+    assert sum(each.forward + 2 * each.backward for each in made.values()) == worth
+
+
 def test_a_critic_of_adapters_from_the_teacher_is_as_large_as_from_the_student(published: Path) -> None:
     lora = {"lora": {"rank": 8}, "student_config": {}}
     runs = (
