@@ -2,7 +2,6 @@
 
 from wandistiller.cli.flags import SampleFlags
 from wandistiller.config.cross_checks import division_problems
-from wandistiller.config.validate import collecting
 from wandistiller.data.dataset import PromptItem
 from wandistiller.data.media import Size
 from wandistiller.distributed import collectives
@@ -19,7 +18,7 @@ from wandistiller.evaluation.draw_samples import (
     sampling_problems,
 )
 from wandistiller.evaluation.items import frame_problems, image_problems, read_items, reader_of
-from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems
+from wandistiller.utils.errors import ConfigError, collecting, folder_problems, inside_problems
 from wandistiller.wan.pipeline import usual_for
 
 

@@ -11,10 +11,11 @@ from wandistiller.config.run_config import RunConfig
 from wandistiller.data.colours import background_problems
 from wandistiller.data.conditions import given_problems
 from wandistiller.data.dataset import MADE, MediaType
+from wandistiller.data.lines import prompt_problems
 from wandistiller.data.media import video_problem
 from wandistiller.distributed import device
 from wandistiller.engine.activation_checkpointing import SECTION, CheckpointPolicy
-from wandistiller.engine.ds_schema import BLOCK, MUON_RATES, PEAKS
+from wandistiller.engine.ds_schema import BLOCK
 from wandistiller.engine.nvme import lock_problems, locked_bytes
 from wandistiller.experts import Expert
 from wandistiller.flow import RENOISE, FlowSchedule
@@ -36,6 +37,8 @@ def own_problems(run: RunConfig, *, here: bool) -> list[str]:
     remedy = f"Write keys among: {', '.join(CHANGEABLE)}."
     unknown = [key for key in run.allow_changed or () if key not in CHANGEABLE]
     problems += [problem("command line", "allow_changed", key, remedy) for key in unknown]
+    problems += prompt_problems(RECIPE, "sample_prompts", run.sample_prompts or [])
+    problems += prompt_problems(RECIPE, "negative_prompt", [run.negative_prompt], none=True)
     return problems + background_problems(run.background) + lora_value_problems(run.lora)
 
 
@@ -69,7 +72,6 @@ def objective_problems(job: Job) -> list[str]:
         problems += term.combined_problems(job)
     for role in job.objective.others.values():
         problems += _follow_problems(job) if role.follows else []
-        problems += _rate_problems(job, role.lr) if role.lr is not None else []
     return problems + _level_problems(job) + _path_problems(job)
 
 
@@ -127,19 +129,6 @@ def _follow_problems(job: Job) -> list[str]:
         return []
     moves = "`critic_follows` moves each rank's part of the critic's weights to the student's, but "
     return [f"{moves}{'; '.join(reasons)}. Leave one of them out."]
-
-
-def _rate_problems(job: Job, lr: float) -> list[str]:
-    """List the rates of the student's Muon, by which a critic's own would be without effect."""
-    engine = job.student_engine
-    given = {k: rate for k, rate in engine.section("optimizer.params").items() if k in MUON_RATES}
-    if engine.schedule in PEAKS or all(rate == lr for rate in given.values()):
-        return []
-    listed = " and ".join(f"`optimizer.params.{key}` is {rate}" for key, rate in given.items())
-    return [
-        f"`critic_lr` is {lr}, but in {engine.where} {listed}, which Muon takes for the critic too. Write "
-        "`optimizer.params.lr` in place of them, or leave `critic_lr` out."
-    ]
 
 
 def _path_problems(job: Job) -> list[str]:

@@ -2,16 +2,14 @@
 
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from annotated_types import Ge, Gt, Le, Len, Lt
 from pydantic import Field
 
 from wandistiller.teacher.strategies import strategies
-from wandistiller.utils.errors import ConfigError, Problem, impossible_values, problem
-from wandistiller.utils.files import PATH_ENDS
 from wandistiller.utils.registry import names_in
-from wandistiller.utils.validation import Count, Positive, Seed, check, types_of, write
+from wandistiller.utils.validation import Count, Positive, Seed, write
 from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
 
 AUTO = "auto"
@@ -37,18 +35,24 @@ JSON_FILES = {
 EITHER = (("max_steps", "num_epochs"), ("sample_every", "sample_interval"))
 """Pairs of settings of which a run takes one."""
 NONFINITE = 'stop, skip, or the most steps that may be skipped, such as "20"'
-JsonFile = Annotated[str | dict, write("a file name, or an object, {...}")]
+Name = Annotated[str, Field(pattern=r"\S"), write("the name of a file or folder")]
+JsonFile = Annotated[Name | dict, write("a file name, or an object, {...}")]
 Objectives = Annotated[
     str | dict | list[str | dict], write('a name, an object with a "name", or a list of these')
 ]
 AddedLoras = Annotated[
-    str | dict | list[str | dict],
-    write('a file name, an object with a "file", or a list of these'),
+    Name | dict | list[str | dict], write('a file name, an object with a "file", or a list of these')
 ]
 Buckets = Annotated[
     bool | list[Annotated[list[Count], Len(2, 2)]],
     write("true, false, or a list of [height, width], in pixels"),
 ]
+
+
+class AutoOf(NamedTuple):
+    """The student's JSON beside the flag `--deepspeed_config auto`: all of it stays but ZERO."""
+
+    json: str | dict[str, Any]
 
 
 def _setting(group: str, default: Any, help: str, **more: Any) -> Any:
@@ -68,16 +72,16 @@ paths, engines, learning, size, output, this_start = (
 class RunConfig:
     """All keys of a recipe, and the flags of a start. None: the teacher's own value, or as the help says."""
 
-    teacher_path: str = paths("", "diffusers Wan pipeline: folder, hub id, or `tiny` (embedded)")
+    teacher_path: Name = paths("", "diffusers Wan pipeline: folder, hub id, or `tiny` (embedded)")
     teacher_revision: str | None = paths(None, "branch, tag or commit of a hub id; default its main branch")
     teacher_lora: AddedLoras | None = paths(
         None, 'LoRA files added to the teacher, such as a style: FILE, or {"file": FILE, "strength": 0.8}'
     )
-    data_path: str = paths(
+    data_path: Name = paths(
         "", "prompts: .txt, .jsonl, .csv, .tsv, a folder of media with .txt beside, or `tiny`"
     )
-    output_dir: str = paths("", "where the run is written")
-    cache_dir: str | None = paths(None, "encoded prompts and latents; default OUTPUT/cache")
+    output_dir: Name = paths("", "where the run is written")
+    cache_dir: Name | None = paths(None, "encoded prompts and latents; default OUTPUT/cache")
     student_config: JsonFile = paths("ds_configs/students/half.json", "the student's architecture and start")
     deepspeed_config: JsonFile = paths(DEFAULT_ENGINE, "the student's engine, or auto")
     teacher_deepspeed_config: JsonFile = paths(
@@ -166,7 +170,7 @@ class RunConfig:
     sample_every: Count = output(500, "optimizer steps between pictures; the last always has one")
     sample_minutes: Minutes = output(20.0, "minutes between pictures, if these steps take longer")
     sample_interval: Count | None = output(None, "epochs between pictures, instead of --sample_every")
-    sample_dir: str | None = output(None, "folder of those pictures; default OUTPUT/samples")
+    sample_dir: Name | None = output(None, "folder of those pictures; default OUTPUT/samples")
     sample_steps: SamplingSteps = output(40, "sampling steps of those pictures")
     sample_prompts: list[str] | None = output(None, "prompts of the pictures; default 8 of the data's")
     log_level: Literal["debug", "info", "warning"] = output("info", "the least of what is printed")
@@ -191,38 +195,3 @@ class RunConfig:
 
 ONLY_FLAGS = [f.name for f in fields(RunConfig) if f.metadata["group"] == "this start"]
 """Settings that are no keys of a recipe."""
-
-
-def read_run_config(values: dict[str, Any], flags: dict[str, Any], where: str = "command line") -> RunConfig:
-    """Merge a recipe's values with the flags given on the command line; a flag wins.
-
-    Raises:
-        ConfigError: with all unknown keys, wrong types and wrong values at once.
-    """
-    values, types = dict(values), types_of(RunConfig)
-    for pair in EITHER:  # a flag replaces the recipe's other key
-        for key in pair if any(key in flags for key in pair) else ():
-            values.pop(key, None)
-    possible = {key: value for key, value in flags.items() if not impossible_values("", {key: value})}
-    flags_alone = [key for key in values if key in ONLY_FLAGS]
-    text = "It says how a run is started, not what it is. Give it as a flag, --{}."
-    problems = [problem(where, key, values.pop(key), text.format(key)) for key in flags_alone]
-    more, good = check(where, values, types)
-    problems += more
-    flag_problems, good_flags = check("command line", possible, types)
-    problems += impossible_values("command line", flags) + flag_problems
-    run, given = RunConfig(**(good | good_flags)), values | flags
-    missing = [key for key in PATHS if given.get(key, "") == ""]
-    wrong = {key: f"`{key}` is missing. Give --{key} or the recipe key." for key in missing}
-    blank = [key for key in types if key.endswith(PATH_ENDS) or key == "teacher_lora"]
-    blank = [key for key in blank if isinstance(given.get(key), str) and not given[key].strip()]
-    wrong |= {key: f"`{key}` is empty. Name a file or folder." for key in blank if key not in missing}
-    for one, other in EITHER:
-        if given.get(one) is not None and given.get(other) is not None:
-            wrong[one] = f"`{one}` and `{other}` are both given. Keep one."
-    for key, text in wrong.items():
-        place = where if key in values and key not in flags else "command line"
-        problems.append(Problem(text, place, key))
-    if problems:
-        raise ConfigError(*problems)
-    return run

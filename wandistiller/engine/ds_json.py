@@ -26,6 +26,8 @@ class DeepSpeedJson:
     raw: dict[str, Any]
     overridden: tuple[str, ...] = field(default=(), repr=False, compare=False)
     """What settings of the run took the place of, a line each."""
+    is_open: bool = field(default=False, repr=False, compare=False)
+    """True if `planner.resolve_auto` chooses the student's ZeRO stage and what is offloaded."""
 
     def section(self, name: str) -> dict[str, Any]:
         """Return a section by its dotted name; empty if there is none, or no object."""

@@ -20,7 +20,7 @@ from wandistiller.wan.flops import forward_flops
 from wandistiller.wan.transformer import numels
 
 IMAGE = (16, 1, 60, 104)
-GPU = {"teacher_device_strategy": "gpu"}
+GPU = {"teacher_deepspeed_config": "gpu"}
 """A teacher whose weights stay on each GPU."""
 FAST_BUS = Rates(tflops=100, pcie=1e6)
 
