@@ -7,9 +7,8 @@ import torch
 
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.cli.flags import EvaluateFlags
-from wandistiller.config.cross_checks import division_problems
 from wandistiller.distributed import collectives, device
-from wandistiller.distributed.sequence_parallel import ALONE, Ranks
+from wandistiller.distributed.sequence_parallel import ALONE, Ranks, division_problems
 from wandistiller.engine.ds_config import load
 from wandistiller.engine.preflight import config_problems
 from wandistiller.evaluation.candidates import read_candidate

@@ -1,11 +1,10 @@
 """`wandistiller sample`: images or videos of a pipeline folder for some prompts."""
 
 from wandistiller.cli.flags import SampleFlags
-from wandistiller.config.cross_checks import division_problems
 from wandistiller.data.dataset import PromptItem
 from wandistiller.data.media import Size
 from wandistiller.distributed import collectives
-from wandistiller.distributed.sequence_parallel import Ranks
+from wandistiller.distributed.sequence_parallel import Ranks, division_problems
 from wandistiller.evaluation.candidates import Candidate, read_candidate
 from wandistiller.evaluation.draw_samples import (
     STEPS,

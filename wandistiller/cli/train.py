@@ -8,7 +8,7 @@ from wandistiller.config.agreement import require_same
 from wandistiller.config.job import Job
 from wandistiller.config.recipe import read_recipe
 from wandistiller.config.run_config import RunConfig
-from wandistiller.config.same_latents import same_latents_problems
+from wandistiller.config.stage_order import latents_problems
 from wandistiller.config.stages import read_jobs, whole_output
 from wandistiller.config.summary import precision_lines, summary
 from wandistiller.distributed import collectives
@@ -47,7 +47,7 @@ def run(command: str, flags: RunFlags, failures: Failures) -> None:
     first, output = collectives.rank() == 0, whole_output(stages)
     _require_weights(stages)
     with collectives.raise_on_all_ranks():
-        if problems := same_latents_problems(stages):
+        if problems := latents_problems(stages):
             raise ConfigError(*problems)
     with collectives.raise_on_all_ranks():
         if command == "train" and first:
@@ -114,7 +114,7 @@ def _dry_run(stages: list[Job], command: str) -> None:
             if not job.folder.revision:  # the run itself fetches those of a hub id
                 with collecting(problems):
                     require_weights(job.folder)
-        problems += same_latents_problems(stages)
+        problems += latents_problems(stages)
         if command == "train":
             with collecting(problems):
                 check_ends(stages, whole_output(stages))

@@ -19,11 +19,13 @@ ZERO = "zero_optimization"
 DEFAULT_ENGINE = "ds_configs/student/zero2_offload.json"
 """The student's engine; `auto` changes some of its keys."""
 DEFAULT_TEACHER = "ds_configs/teacher/zero_inference_cpu.json"
+Decay = Annotated[float, Gt(0), Lt(1)]
 Amount = Annotated[int, Gt(0), Le(10**6)]
 SamplingSteps = Annotated[int, Gt(0), Le(1000)]  # of the noise levels that a Wan was trained at
 TrainingSteps = Annotated[int, Gt(0), Le(10**9)]
-Minutes = Annotated[float, Gt(0), Le(10**9)]
+Duration = Annotated[float, Gt(0), Le(10**9)]
 Scale = Annotated[float, Ge(0), Le(1000)]
+Shift = Annotated[float, Gt(0), Le(1000)]
 PATHS = ("teacher_path", "data_path", "output_dir")
 """Settings that every run needs."""
 JSON_FILES = {
@@ -88,15 +90,9 @@ class RunConfig:
         DEFAULT_TEACHER,
         f"the teacher's engine: its placement; a shipped one's name will do: {', '.join(strategies())}",
     )
-    batch_size: Amount | None = engines(
-        None, "samples per rank and micro-step, written into the student's JSON"
-    )
-    lr: Annotated[float, Gt(0), Le(1)] | None = engines(
-        None, "learning rate, written into the student's JSON"
-    )
-    mixed_precision: Literal["bf16", "fp16", "no"] | None = engines(
-        None, "precision, written into the student's JSON"
-    )
+    batch_size: Amount | None = engines(None, "samples per rank and micro-step, for the student's JSON")
+    lr: Annotated[float, Gt(0), Le(1)] | None = engines(None, "learning rate, for the student's JSON")
+    mixed_precision: Literal["bf16", "fp16", "no"] | None = engines(None, "precision, for the student's JSON")
     gradient_checkpointing: bool | None = engines(None, "adds activation_checkpointing to the student's JSON")
     teacher_dtype: Literal["float32", "float16", "bfloat16"] | None = engines(
         None, "default as the teacher's JSON says"
@@ -104,9 +100,7 @@ class RunConfig:
     merge_text_padding: bool = engines(
         False, "attention to a prompt's padding through 3 weighted rows, not 500; equal up to rounding"
     )
-    context_parallel: Count = engines(
-        1, "ranks that compute each sample together, each a part of its tokens; for long videos"
-    )
+    context_parallel: Count = engines(1, "ranks that compute each sample together; for long videos")
     objective: Objectives = learning(
         "velocity",
         f"{', '.join(names_in('wandistiller.objectives'))}; settings and sums under this recipe key",
@@ -118,26 +112,17 @@ class RunConfig:
         None, "guidance, low-noise expert; default 3 (Wan2.2 I2V A14B: 3.5; `tiny`: 2)"
     )
     negative_prompt: str = learning(WAN_NEGATIVE_PROMPT, "the unconditional branch's prompt; default Wan's")
-    shift: Annotated[float, Gt(0), Le(1000)] | None = learning(
-        None, "timestep shift; default the teacher's scheduler's"
-    )
-    ema: Annotated[float, Gt(0), Lt(1)] | None = learning(
-        None, "decay of an average of the weights, such as 0.999, which is then exported"
-    )
+    shift: Shift | None = learning(None, "timestep shift; default the teacher's scheduler's")
+    ema: Decay | None = learning(None, "decay of an average of the weights, which is exported, such as 0.999")
     ema_start: Annotated[int, Ge(0), Le(10**9)] = learning(0, "steps of the run before that average begins")
     learning_rates: dict[str, Positive] | None = learning(
         None, 'factors by part: {"blocks.0-3": 0.1, "proj_out": 2}; `*`: the rest'
     )
     frozen: list[str] | None = learning(None, "parts that are not trained: blocks.0-3 patch_embedding bias")
     lora: dict | None = learning(
-        None,
-        'train adapters only, by default of the whole teacher: {"rank": 64, "start": FILE}',
-        nargs="?",
-        const={},
+        None, 'train adapters only, by default of the whole teacher: {"rank": 64}', nargs="?", const={}
     )
-    deterministic: bool = learning(
-        False, "the same bits in every run on GPUs too, which is slower; on CPUs they are"
-    )
+    deterministic: bool = learning(False, "the same bits in every run on GPUs too, as on CPUs; slower")
     seed: Seed = learning(0, "every random draw depends on it")
     max_steps: TrainingSteps | None = learning(None, "optimizer steps in the whole run; default 1000")
     num_epochs: Amount | None = learning(None, "passes over the data, instead of --max_steps")
@@ -156,19 +141,17 @@ class RunConfig:
         None, "frames a second taken of faster videos; default 16 (Wan2.2 5B: 24)"
     )
     background: str = size("white", "colour below transparent parts of media and of bars: a name, or #rrggbb")
-    strict: bool = size(
-        False, "stop at media that cannot be read, instead of listing them in OUTPUT/skipped.json"
-    )
+    strict: bool = size(False, "stop at media that cannot be read; else they are in OUTPUT/skipped.json")
     rollout_steps: SamplingSteps = size(20, "sampling steps of teacher-made latents")
     rollouts_per_prompt: Amount = size(1, "teacher-made latents for each prompt without media")
     prepare_batch: Amount | None = size(
         None, "samples of one teacher call, and per file of the cache; default 4 images, or 1 video"
     )
     save_every: Count = output(500, "optimizer steps between checkpoints; the last is always saved")
-    save_minutes: Minutes = output(20.0, "minutes between checkpoints, if these steps take longer")
+    save_minutes: Duration = output(20.0, "minutes between checkpoints, if these steps take longer")
     keep_checkpoints: Count = output(3, "newest checkpoints kept")
     sample_every: Count = output(500, "optimizer steps between pictures; the last always has one")
-    sample_minutes: Minutes = output(20.0, "minutes between pictures, if these steps take longer")
+    sample_minutes: Duration = output(20.0, "minutes between pictures, if these steps take longer")
     sample_interval: Count | None = output(None, "epochs between pictures, instead of --sample_every")
     sample_dir: Name | None = output(None, "folder of those pictures; default OUTPUT/samples")
     sample_steps: SamplingSteps = output(40, "sampling steps of those pictures")
@@ -178,18 +161,14 @@ class RunConfig:
     on_nonfinite: Annotated[str, Field(pattern=r"^(stop|skip|[1-9]\d{0,8})$"), write(NONFINITE)] = output(
         "stop", "at a step whose loss or gradient is not finite: stop, skip (up to 10), or skip up to so many"
     )
-    timeout: Annotated[float, Gt(0), Le(10**9)] = output(
-        1800.0, "seconds without a sign of life from any rank before all stop"
-    )
+    timeout: Duration = output(1800.0, "seconds without a sign of life from any rank before all stop")
     allow_changed: list[str] | None = this_start(
         None, "keys in which the checkpoint may be of another run: optimizer ..."
     )
     profile_memory: Count | None = this_start(
         None, "record the GPU's memory in steps N to N+2, into OUTPUT/profile_memory", metavar="N"
     )
-    despite_plan: bool = this_start(
-        False, "start although the plan needs more memory than is free, by a fifth or more"
-    )
+    despite_plan: bool = this_start(False, "start although the plan needs a fifth more memory than is free")
     dry_run: bool = this_start(False, "check everything, print the plan, load no weights, exit")
 
 

@@ -1,12 +1,15 @@
-"""Check that a run goes on from what the runs before it have left: their few steps, and their base."""
+"""Check that a run goes on from what the runs before it have left: their few steps, base and latents."""
 
+from pathlib import Path
 from typing import NamedTuple
 
 from wandistiller.config.adapter_files import start_bases, start_files
 from wandistiller.config.job import Job
 from wandistiller.experts import Expert
 from wandistiller.flow import EULER, FewSteps
-from wandistiller.utils.errors import RECIPE, Problem
+from wandistiller.utils.errors import RECIPE, ConfigError, Problem
+from wandistiller.utils.files import ends_of_files
+from wandistiller.wan.pipeline import TINY, WanFolder, open_wan
 
 
 class Trained(NamedTuple):
@@ -34,10 +37,8 @@ def order_problems(stages: list[Job]) -> dict[Problem, str]:
             found += [_base_problem(job), _ignored_start_problem(job, before)]
         problems |= dict.fromkeys(filter(None, found), job.stage)
         if few := job.schedule.few:
-            made = Trained(
-                few, _sampler(job.objective.sampling_steps, few, job.run.shift), f"stage {job.stage}"
-            )
-            trained |= dict.fromkeys(job.networks.learning, made)
+            sampler = _sampler(job.objective.sampling_steps, few, job.run.shift)
+            trained |= dict.fromkeys(job.networks.learning, Trained(few, sampler, f"stage {job.stage}"))
     return problems
 
 
@@ -108,19 +109,20 @@ def _base_problem(job: Job) -> Problem | None:
     start = job.start
     if not (start and start.facts.bases) or job.run.lora is None and not job.previous:
         return None
-    whose = f"stage {job.previous.stage}" if job.previous else f"the run {start.folder}"
-    remedy = "Write it once, outside of `stages`." if job.previous else "Give the teacher of that run."
+    whose, remedy = f"the run {start.folder}", "Give the teacher of that run."
+    if job.previous:
+        whose, remedy = f"stage {job.previous.stage}", "Write it once, outside of `stages`."
     if job.run.lora is None:
-        text = f"`lora` is missing, and {whose} trains adapters: this one would train all weights of a copy"
-        return Problem(f"{text} of the teacher. {remedy}", RECIPE, "lora")
-    if start.teacher == job.folder.identity:
+        key, text = "lora", f"is missing, and {whose} trains adapters: this one would train all weights of "
+        text += "a copy of the teacher"
+    elif start.teacher == job.folder.identity:
         return None
-    is_same_style = (start.facts.teacher_lora or []) == (job.run.teacher_lora or [])
-    key = "teacher_path" if is_same_style else "teacher_lora"
-    text = (
-        f"`{key}` gives another teacher than that of {whose}, whose adapters this run begins with: each role"
-    )
-    return Problem(f"{text} would need a copy of the whole network. {remedy}", RECIPE, key)
+    else:
+        is_same_style = (start.facts.teacher_lora or []) == (job.run.teacher_lora or [])
+        key = "teacher_path" if is_same_style else "teacher_lora"
+        text = f"gives another teacher than that of {whose}, whose adapters this run begins with: each role "
+        text += "would need a copy of the whole network"
+    return Problem(f"`{key}` {text}. {remedy}", RECIPE, key)
 
 
 def _ignored_start_problem(job: Job, before: list[Job]) -> Problem | None:
@@ -128,9 +130,42 @@ def _ignored_start_problem(job: Job, before: list[Job]) -> Problem | None:
     named = (job.run.lora or {}).get("start")
     if not named or not before or named in [(one.run.lora or {}).get("start") for one in before]:
         return None
-    text = (
-        f"`lora.start` is {named}, but the adapters of this stage begin with those of stage "
-        f'{before[-1].stage}. Write it in the first stage, of two experts {{"high_noise": FILE, "low_noise": '
-        "FILE}."
-    )
-    return Problem(text, RECIPE, "lora.start")
+    text = f"`lora.start` is {named}, but the adapters of this stage begin with those of stage "
+    text += f'{before[-1].stage}. Write it in the first stage, of two experts {{"high_noise": FILE, '
+    return Problem(f'{text}"low_noise": FILE}}.', RECIPE, "lora.start")
+
+
+def latents_problems(stages: list[Job]) -> list[str]:
+    """List the runs whose teacher has another VAE or hand-over than their student's."""
+    problems = []
+    for job in stages:
+        if not (before := _pipeline_before(job)):
+            continue
+        vaes = [
+            [ends for name, *ends in ends_of_files([folder.path / "vae"]) if name.endswith(".safetensors")]
+            for folder in (before, job.folder)
+        ]
+        other = ["VAE"] * (all(vaes) and vaes[0] != vaes[1])  # both are here
+        if job.student.experts == "two" and before.boundary not in (None, job.folder.boundary):
+            other.append(f"boundary_ratio ({before.boundary}, here {job.folder.boundary})")
+        if other:
+            stage = f"stage {job.stage}: " if job.stage else ""
+            problems.append(
+                f"{stage}`teacher_path` is {job.folder.name}, but the student that it starts from was made "
+                f"with {before.name}, which has another {', '.join(other)}. A student cannot change these: "
+                f"give a teacher that has them too, such as {before.name}."
+            )
+    return problems
+
+
+def _pipeline_before(job: Job) -> WanFolder | None:
+    """Return the pipeline whose latents the student was trained with, if it is on this machine."""
+    if job.previous:
+        return job.previous.folder
+    name = job.start.facts.teacher_path if job.start else job.student.init
+    if name not in TINY and not (Path(name) / "model_index.json").is_file():
+        return None
+    try:
+        return open_wan(name)
+    except ConfigError:
+        return None

@@ -61,19 +61,16 @@ def _in_open_precision(run: RunConfig, places: dict[str, str], emulated: bool) -
 
     A run that has begun keeps its precision, wherever it goes on.
     """
-    left = {}
-    if (ENGINE not in places or run.deepspeed_config == AUTO) and run.mixed_precision is None:
-        left["student_deepspeed"] = {"mixed_precision": "no"}
     is_named = TEACHER in places and run.teacher_deepspeed_config not in [*strategies()]
-    if not is_named and run.teacher_dtype is None:
-        left["teacher_deepspeed"] = {"teacher_dtype": "float32"}
-    for name, setting in left.items():
-        begun = f"{run.output_dir}/resolved/{name}.json"
-        is_float32 = emulated
+    rows = [("student", "mixed_precision", "no", ENGINE in places and run.deepspeed_config != AUTO)]
+    for engine, setting, float32, is_chosen in [*rows, ("teacher", "teacher_dtype", "float32", is_named)]:
+        if is_chosen or getattr(run, setting) is not None:
+            continue
+        begun, is_float32 = f"{run.output_dir}/resolved/{engine}_deepspeed.json", emulated
         # not Path.is_file, which raises OSError of a long name (Python 3.11)
         if run.resume != "never" and os.path.isfile(begun):
             is_float32 = DeepSpeedJson(begun, read_json(begun)).precision == "float32"
-        run = dataclasses.replace(run, **setting) if is_float32 else run
+        run = dataclasses.replace(run, **{setting: float32}) if is_float32 else run
     return run
 
 

@@ -133,16 +133,11 @@ def _read_data(run: RunConfig, folder: WanFolder | None) -> tuple[WanFolder | No
 
     Wan2.2 5B makes clips of text or of a first frame: of pictures in a run of clips it makes the latter.
     """
-
-    def items(**how: bool) -> PromptDataset:
-        return read_dataset(run.data_path, thumbnails=run.num_frames == 1, **how)
-
-    if not folder or not (folder.config.takes_image or folder.expands_time and run.num_frames > 1):
-        return folder, items()
-    found = items(first_frames=True)
-    if folder.config.takes_image or found.first(*GIVEN):
-        return folder.with_first_frames(), found
-    return folder, found
+    may_begin = folder and (folder.config.takes_image or folder.expands_time and run.num_frames > 1)
+    items = read_dataset(run.data_path, thumbnails=run.num_frames == 1, first_frames=bool(may_begin))
+    if may_begin and (folder.config.takes_image or items.first(*GIVEN)):
+        return folder.with_first_frames(), items
+    return folder, items
 
 
 def _read_student(
@@ -175,15 +170,7 @@ def _overridden(json: DeepSpeedJson, run: RunConfig) -> DeepSpeedJson:
 def _engine(
     json: DeepSpeedJson, ranks: int, transformer: TransformerConfig, steps: int, *, here: bool
 ) -> EngineConfig:
-    """Check the student's DeepSpeed JSON, with "auto" filled.
-
-    Args:
-        ranks: those that work on different samples.
-        here: check it against this machine too.
-
-    Raises:
-        ConfigError: with all problems at once.
-    """
+    """Check the student's DeepSpeed JSON, with "auto" filled, for so many `ranks` of different samples."""
     engine = student_engine(fill_auto(json, steps), ranks)
     engine = engine.with_number_of_checkpoints(transformer.num_layers, PARTS)
     if problems := config_problems(engine, here=here):
@@ -192,7 +179,7 @@ def _engine(
 
 
 def _teacher(json: DeepSpeedJson, dtype: str | None, world: int, *, here: bool) -> Placement:
-    """Check the teacher's DeepSpeed JSON, in the run's own precision if it has one; as `_engine`."""
+    """Check the teacher's DeepSpeed JSON, in the run's own precision if it has one."""
     placed = json.in_precision(dtype)
     if json.where != DEFAULT_TEACHER:
         placed = placed.noting("teacher_dtype", dtype, json)
@@ -209,24 +196,21 @@ def _complete(run: RunConfig, folder: WanFolder, items: PromptDataset, samples: 
     Args:
         samples: of a step.
     """
-    epoch = items.samples(run.rollouts_per_prompt, run.clips_per_video)
-    usual = usual_for(folder)
-    scale = usual.guidance[0] if run.guidance_scale is None else run.guidance_scale
-    default_2 = usual.guidance[1] if run.guidance_scale is None else scale  # as diffusers does
-    sample_every = run.sample_every
-    if run.sample_interval:
-        sample_every = -(-run.sample_interval * epoch // samples)
+    usual, epoch = usual_for(folder), items.samples(run.rollouts_per_prompt, run.clips_per_video)
+    # one scale is for both experts, as in diffusers
+    scale, scale_2 = usual.guidance if run.guidance_scale is None else [run.guidance_scale] * 2
+    steps = [number and -(-number * epoch // samples) for number in (run.num_epochs, run.sample_interval)]
     return dataclasses.replace(
         run,
         guidance_scale=scale,
-        guidance_scale_2=run.guidance_scale_2 if run.guidance_scale_2 is not None else default_2,
+        guidance_scale_2=scale_2 if run.guidance_scale_2 is None else run.guidance_scale_2,
         shift=run.shift or folder.shift,
         video_fps=run.video_fps or float(folder.fps),
         height=run.height or usual.height,
         width=run.width or usual.width,
-        max_steps=-(-run.num_epochs * epoch // samples) if run.num_epochs else run.max_steps or 1000,
+        max_steps=steps[0] or run.max_steps or 1000,
         num_epochs=None,
-        sample_every=sample_every,
+        sample_every=steps[1] or run.sample_every,
         prepare_batch=run.prepare_batch or (4 if run.num_frames == 1 else 1),
         sample_interval=None,
         sample_prompts=[*map(clean, run.sample_prompts or ())] or [item.prompt for item in items.spread()],
