@@ -7,6 +7,7 @@ from wandistiller.batch import PATH
 from wandistiller.checkpoint.resume import CHANGEABLE
 from wandistiller.config.adapter_files import changed_adapters, start_problems
 from wandistiller.config.job import Job
+from wandistiller.config.recipe import FOLDERS
 from wandistiller.config.run_config import RunConfig
 from wandistiller.data.colours import background_problems
 from wandistiller.data.conditions import given_problems
@@ -180,9 +181,8 @@ def added_problems(folder: WanFolder, teacher: Placement) -> list[str]:
     """List the placement that does not add LoRA files to the teacher's weights."""
     if not folder.added or teacher.reads_all():
         return []
-    remedy = "Name a device_map without it, or another placement."
-    text = f"It may leave modules on disk, from where they are read without `teacher_lora`. {remedy}"
-    return [teacher.engine.problem(f"{BLOCK}.placement", teacher.name, text)]
+    text = "It may leave modules on disk, from where they are read without `teacher_lora`. Name a device_map "
+    return [teacher.engine.problem(f"{BLOCK}.placement", teacher.name, f"{text}without it, or another one.")]
 
 
 def _media_problems(job: Job) -> list[str]:
@@ -196,8 +196,8 @@ def _media_problems(job: Job) -> list[str]:
     if job.folder.config.takes_image:
         problems += _frame_problems(job)
     if run.num_frames > 1 and (still := items.first(MediaType.IMAGE)):
-        remedy = "Write 1, or give videos."
-        problems.append(f"`num_frames` is {run.num_frames}, but {still.media} is an image. {remedy}")
+        text = f"`num_frames` is {run.num_frames}, but {still.media} is an image. Write 1, or give videos."
+        problems.append(text)
     if video := items.first(MediaType.VIDEO):
         problems += filter(None, [video_problem(video.media)])
     for size in run.buckets if isinstance(run.buckets, list) else []:
@@ -224,9 +224,8 @@ def _written_problems(job: Job) -> list[str]:
     """List folders that cannot be written to, or whose files would be mixed with the data or the teacher."""
     run, out, problems = job.run, job.output, []
     inputs = {"data_path": run.data_path, "teacher_path": job.folder.path}
-    given = {key: getattr(run, key) for key in ("output_dir", "cache_dir", "sample_dir")}
-    for key, folder in given.items():
-        if folder:
+    for key in FOLDERS:
+        if folder := getattr(run, key):
             problems += folder_problems(key, folder) or inside_problems(key, folder, inputs)
     own = {"student": True, "checkpoints": True, "cache": not run.cache_dir, "samples": not run.sample_dir}
     own = [out / name for name, is_used in own.items() if is_used]

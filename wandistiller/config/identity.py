@@ -73,11 +73,10 @@ def inputs(job: Job) -> dict[str, Any]:
     folder, engine = job.folder, job.student_engine
     parts = {"vae": ["vae"], "text_encoder": ["text_encoder", "tokenizer"]}
     parts |= {"image_encoder": [*IMAGE_PARTS]} if folder.config.image_dim else {}
-    # a hub id's may not be here yet, but its commit is the teacher's
-    found = (
-        {} if folder.revision else {k: fingerprint(folder.path / p for p in ps) for k, ps in parts.items()}
-    )
-    return {"teacher_dtype": job.teacher.engine.precision, "torch_autocast": engine.autocast} | found
+    known = {"teacher_dtype": job.teacher.engine.precision, "torch_autocast": engine.autocast}
+    if folder.revision:  # its parts may not be here yet, but its commit is the teacher's
+        return known
+    return known | {part: fingerprint(folder.path / name for name in names) for part, names in parts.items()}
 
 
 def data_digest(job: Job) -> str:

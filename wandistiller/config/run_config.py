@@ -79,9 +79,7 @@ class RunConfig:
     teacher_lora: AddedLoras | None = paths(
         None, 'LoRA files added to the teacher, such as a style: FILE, or {"file": FILE, "strength": 0.8}'
     )
-    data_path: Name = paths(
-        "", "prompts: .txt, .jsonl, .csv, .tsv, a folder of media with .txt beside, or `tiny`"
-    )
+    data_path: Name = paths("", "prompts: .txt, .jsonl, .csv, .tsv, media with .txt beside them, or `tiny`")
     output_dir: Name = paths("", "where the run is written")
     cache_dir: Name | None = paths(None, "encoded prompts and latents; default OUTPUT/cache")
     student_config: JsonFile = paths("ds_configs/students/half.json", "the student's architecture and start")
@@ -130,8 +128,7 @@ class RunConfig:
     width: Count | None = size(None, "pixels; default 832 (`tiny`: 64, its videos: 48)")
     num_frames: Count = size(1, "4k+1; 1 is an image")
     buckets: Buckets = size(
-        False,
-        "cut media to the nearest of several shapes of height x width pixels; in a recipe also [[h, w], ...]",
+        False, "cut media to the nearest of several shapes of one area; in a recipe also [[h, w], ...]"
     )
     fit: Literal["crop", "letterbox"] = size(
         "crop", "media of other shapes are cut, or shown whole between bars of the background's colour"
@@ -165,9 +162,7 @@ class RunConfig:
     allow_changed: list[str] | None = this_start(
         None, "keys in which the checkpoint may be of another run: optimizer ..."
     )
-    profile_memory: Count | None = this_start(
-        None, "record the GPU's memory in steps N to N+2, into OUTPUT/profile_memory", metavar="N"
-    )
+    profile_memory: Count | None = this_start(None, "record GPU memory in steps N to N+2", metavar="N")
     despite_plan: bool = this_start(False, "start although the plan needs a fifth more memory than is free")
     dry_run: bool = this_start(False, "check everything, print the plan, load no weights, exit")
 

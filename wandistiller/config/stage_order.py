@@ -1,5 +1,6 @@
 """Check that a run goes on from what the runs before it have left: their few steps, base and latents."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,12 +31,12 @@ def order_problems(stages: list[Job]) -> dict[Problem, str]:
     problems: dict[Problem, str] = {}
     trained, last = _trained_before(stages[0]), [job for job in stages if job.schedule.few][-1:]
     for number, job in enumerate(stages):
-        before, after = stages[:number], stages[number + 1 :]
-        found = [_sampler_problem(job, trained, is_last=job in last)]
+        texts, found = [*_other_sampler(job, trained, is_last=job in last)], []
         if not (job.resume_from or job.is_spent):
-            found += [_untrained_problem(job, trained, after), _many_steps_problem(job, before)]
-            found += [_base_problem(job), _ignored_start_problem(job, before)]
-        problems |= dict.fromkeys(filter(None, found), job.stage)
+            texts += _other_order(job, trained, stages[:number], stages[number + 1 :])
+            found = filter(None, [_base_problem(job), _ignored_start_problem(job, stages[:number])])
+        problems |= {Problem(f"`objective` {text}", RECIPE, "objective"): job.stage for text in texts}
+        problems |= dict.fromkeys(found, job.stage)
         if few := job.schedule.few:
             sampler = _sampler(job.objective.sampling_steps, few, job.run.shift)
             trained |= dict.fromkeys(job.networks.learning, Trained(few, sampler, f"stage {job.stage}"))
@@ -62,46 +63,39 @@ def _sampler(steps: int, few: FewSteps, shift: float) -> str:
     return f"{steps} steps ({few.sampler}, shift {shift:g})"
 
 
-def _of_objective(text: str) -> Problem:
-    return Problem(text, RECIPE, "objective")
-
-
-def _sampler_problem(job: Job, trained: dict[Expert, Trained], *, is_last: bool) -> Problem | None:
-    """Return the problem of an expert that is trained for another sampler than the other one has."""
+def _other_sampler(job: Job, trained: dict[Expert, Trained], *, is_last: bool) -> Iterator[str]:
+    """Say that an expert is trained for another sampler than the other one has."""
     own, few = job.objective.trained_expert, job.schedule.few
     other = next(expert for expert in Expert if expert is not own)
     before = trained.get(other, Trained(None))
-    if not (own and few) or before.few in (None, few) or own is Expert.HIGH_NOISE and not is_last:
-        return None
-    sampler = _sampler(job.objective.sampling_steps, few, job.run.shift)
-    return _of_objective(
-        f"`objective` trains the {own.in_words} for {sampler}, but {before.whose} the {other.in_words} for "
-        f"{before.sampler}. One sampler draws with both: write the same steps, sampler and shift."
-    )
+    if own and few and before.few not in (None, few) and (is_last or own is not Expert.HIGH_NOISE):
+        sampler = _sampler(job.objective.sampling_steps, few, job.run.shift)
+        yield (
+            f"trains the {own.in_words} for {sampler}, but {before.whose} the {other.in_words} for "
+            f"{before.sampler}. One sampler draws with both: write the same steps, sampler and shift."
+        )
 
 
-def _untrained_problem(job: Job, trained: dict[Expert, Trained], after: list[Job]) -> Problem | None:
-    """Return the problem of a low-noise expert whose samples begin with what nothing has trained."""
-    if job.objective.trained_expert is not Expert.LOW_NOISE or Expert.HIGH_NOISE in trained:
-        return None
-    later = (one.stage for one in after if one.schedule.few and Expert.HIGH_NOISE in one.networks.learning)
-    stage = next(later, "")
-    remedy = f"Put stage {stage} before this one" if stage else 'Train that first, by "expert": "high_noise"'
-    return _of_objective(
-        "`objective` trains the low-noise expert, whose samples begin with the high-noise expert, and that "
-        f"is not trained for few steps yet. {remedy}."
-    )
-
-
-def _many_steps_problem(job: Job, before: list[Job]) -> Problem | None:
-    """Return the problem of a stage that would make a student of few steps one of any number."""
+def _other_order(
+    job: Job, trained: dict[Expert, Trained], before: list[Job], after: list[Job]
+) -> Iterator[str]:
+    """Say that a stage comes before what its samples begin with, or makes a student of few steps another."""
+    if job.objective.trained_expert is Expert.LOW_NOISE and Expert.HIGH_NOISE not in trained:
+        later = (one.stage for one in after if one.schedule.few and Expert.HIGH_NOISE in one.networks.learning)
+        stage = next(later, "")
+        remedy = (
+            f"Put stage {stage} before this one" if stage else 'Train that first, by "expert": "high_noise"'
+        )
+        yield (
+            "trains the low-noise expert, whose samples begin with the high-noise expert, and that is not "
+            f"trained for few steps yet. {remedy}."
+        )
     few = next((one for one in before if one.schedule.few), None)
-    if job.schedule.few or not few:
-        return None
-    return _of_objective(
-        f"`objective` is for any number of sampling steps, and stage {few.stage} has trained the student for "
-        f"{few.objective.sampling_steps}. Put this stage before it."
-    )
+    if few and not job.schedule.few:
+        yield (
+            f"is for any number of sampling steps, and stage {few.stage} has trained the student for "
+            f"{few.objective.sampling_steps}. Put this stage before it."
+        )
 
 
 def _base_problem(job: Job) -> Problem | None:
@@ -149,11 +143,12 @@ def latents_problems(stages: list[Job]) -> list[str]:
         if job.student.experts == "two" and before.boundary not in (None, job.folder.boundary):
             other.append(f"boundary_ratio ({before.boundary}, here {job.folder.boundary})")
         if other:
-            stage = f"stage {job.stage}: " if job.stage else ""
+            text = f"`teacher_path` is {job.folder.name}, but the student that it starts from was made with "
+            text += (
+                f"{before.name}, which has another {', '.join(other)}. A student cannot change these: give "
+            )
             problems.append(
-                f"{stage}`teacher_path` is {job.folder.name}, but the student that it starts from was made "
-                f"with {before.name}, which has another {', '.join(other)}. A student cannot change these: "
-                f"give a teacher that has them too, such as {before.name}."
+                Problem(f"{text}a teacher that has them too, such as {before.name}.", stage=job.stage)
             )
     return problems
 

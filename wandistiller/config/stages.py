@@ -2,6 +2,8 @@
 
 import dataclasses
 import os
+from contextlib import suppress
+from operator import eq
 from pathlib import Path
 
 from wandistiller.batch import PATH
@@ -76,10 +78,9 @@ def _in_open_precision(run: RunConfig, places: dict[str, str], emulated: bool) -
 
 def _follows_path(run: RunConfig) -> bool:
     """Return whether a run's objective needs the states of the teacher's sampling path."""
-    try:
+    with suppress(ConfigError):  # reported when the run is checked
         return PATH in read_objective(run.objective).kinds
-    except ConfigError:
-        return False  # reported when the run is checked
+    return False
 
 
 def with_spent(jobs: list[Job]) -> list[Job]:
@@ -113,18 +114,14 @@ def _other_stages_problem(stages: list[str], output: Path) -> Problem | None:
         output: of the first one.
     """
     output = output.parent if stages[0] else output
-    begun = [folder.name for folder in recorded_stages(output) if folder.is_dir()]
-    if begun and not stages[0]:
-        what = f"a recipe in stages ran ({', '.join(begun)})"
-    elif stages[0] and manifest.steps(output / "checkpoints"):
-        what = "a recipe without stages ran"
-    elif any(ran != f"{n}_{stage}" for n, (ran, stage) in enumerate(zip(begun, stages, strict=False), 1)):
-        own = ", ".join(f"{number}_{stage}" for number, stage in enumerate(stages, 1))
-        what = f"the stages {', '.join(begun)} ran; now {own}"
-    else:
+    own = [f"{number}_{stage}" for number, stage in enumerate(stages, 1) if stage]
+    ran = [folder.name for folder in recorded_stages(output) if folder.is_dir()]
+    is_other = bool(ran) or bool(own and manifest.steps(output / "checkpoints"))
+    if not is_other or ran and own and all(map(eq, ran, own)):
         return None
-    remedy = "Give another --output_dir, or the earlier names and order of stages."
-    return Problem(f"`output_dir` is {output}, where {what}. {remedy}")
+    what = f"the stages {', '.join(ran)}" if ran else "a recipe without stages"
+    text = f"`output_dir` is {output}, where {what} ran; now {', '.join(own) or 'there are none'}."
+    return Problem(f"{text} Give another --output_dir, or the earlier names and order of stages.")
 
 
 def whole_output(stages: list[Job]) -> Path:
@@ -136,10 +133,9 @@ def write_resolved(stages: list[Job]) -> None:
     """Write a recipe's settings as they run to OUTPUT/resolved; of stages also OUTPUT/N_NAME/resolved."""
     for job in stages:
         identity.write_resolved(job)
-    if not stages[0].stage:
-        return
-    output = whole_output(stages)
-    given = {job.stage: identity.resolved(job) for job in stages}
-    pictures = stages[0].run.sample_dir
-    places = {"output_dir": str(output)} | ({"sample_dir": str(Path(pictures).parent)} if pictures else {})
-    write_json(output / "resolved" / "run.json", in_stages(given, places))
+    if stages[0].stage:
+        output, pictures = whole_output(stages), stages[0].run.sample_dir
+        places = {"output_dir": str(output)}
+        places |= {"sample_dir": str(Path(pictures).parent)} if pictures else {}
+        runs = {job.stage: identity.resolved(job) for job in stages}
+        write_json(output / "resolved" / "run.json", in_stages(runs, places))

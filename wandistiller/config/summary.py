@@ -82,13 +82,11 @@ def in_words(value: Any) -> str:
 
 def _after_schedule(job: Job) -> list[str]:
     """Warn of steps after the end of a schedule, in which WarmupDecayLR's rate is 0."""
-    length = job.student_engine.section("scheduler.params").get("total_num_steps", job.run.max_steps)
-    if length >= job.run.max_steps:
-        return []
-    return [
-        f"warning   the schedule ends at step {length} (`total_num_steps`) of {job.run.max_steps}, and its "
-        'last rate, which may be 0, is that of the others. Write a larger one, or "auto"'
-    ]
+    steps = job.run.max_steps
+    length = job.student_engine.section("scheduler.params").get("total_num_steps", steps)
+    text = f"warning   the schedule ends at step {length} (`total_num_steps`) of {steps}, and its last rate, "
+    text += 'which may be 0, is that of the others. Write a larger one, or "auto"'
+    return [text] * (length < steps)
 
 
 def _networks(job: Job) -> list[str]:
