@@ -81,11 +81,11 @@ def _other_order(
 ) -> Iterator[str]:
     """Say that a stage comes before what its samples begin with, or makes a student of few steps another."""
     if job.objective.trained_expert is Expert.LOW_NOISE and Expert.HIGH_NOISE not in trained:
-        later = (one.stage for one in after if one.schedule.few and Expert.HIGH_NOISE in one.networks.learning)
-        stage = next(later, "")
-        remedy = (
-            f"Put stage {stage} before this one" if stage else 'Train that first, by "expert": "high_noise"'
-        )
+        high = Expert.HIGH_NOISE
+        later = (one.stage for one in after if one.schedule.few and high in one.networks.learning)
+        remedy = 'Train that first, by "expert": "high_noise"'
+        if stage := next(later, ""):
+            remedy = f"Put stage {stage} before this one"
         yield (
             "trains the low-noise expert, whose samples begin with the high-noise expert, and that is not "
             f"trained for few steps yet. {remedy}."
