@@ -1,6 +1,7 @@
 """A recipe and flags become a run; older flags, what is left open, and the places of settings."""
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,12 @@ from reading import read_run
 from wandistiller.cli.main import main
 from wandistiller.config.identity import identity, write_resolved
 from wandistiller.config.recipe import read_recipe, recipe_of
-from wandistiller.config.run_config import DEFAULT_ENGINE, DEFAULT_TEACHER, RunConfig
+from wandistiller.config.run_config import DEFAULT_ENGINE, DEFAULT_TEACHER, JSON_FILES, ONLY_FLAGS, RunConfig
 from wandistiller.config.stages import read_jobs
 from wandistiller.config.validate import read_job
-from wandistiller.engine.ds_config import load
 from wandistiller.planner.resolve_auto import resolve_auto
-from wandistiller.teacher.strategies import strategies, teacher_file
 from wandistiller.utils.errors import ConfigError
-from wandistiller.utils.files import read_json
+from wandistiller.utils.files import read_json, shipped
 
 PATHS = {"teacher_path": "tiny", "data_path": "tiny", "output_dir": "out"}
 CPU = "ds_configs/teacher/host_cpu.json"
@@ -28,9 +27,63 @@ def run(recipe: dict[str, Any], folder: Path, **flags: Any) -> RunConfig:
     return read_run(str(write_json(folder / "r.json", PATHS | recipe)), flags)
 
 
-@pytest.mark.parametrize(("strategy", "name"), strategies().items())
-def test_a_strategy_is_its_teacher_json(strategy: str, name: str) -> None:
-    assert teacher_file(strategy) == f"ds_configs/teacher/{name}.json"
+@pytest.mark.parametrize(
+    ("values", "flags", "expected"),
+    [
+        ({"seed": 1, "height": 64}, {"seed": 2}, {"seed": 2, "height": 64}),
+        ({"seed": 1}, {"seed": 0}, {"seed": 0}),  # a flag that equals the default wins too
+        ({}, {}, {}),
+        ({"num_epochs": 2}, {"max_steps": 5}, {"max_steps": 5, "num_epochs": None}),
+        ({"max_steps": 5}, {"num_epochs": 2}, {"max_steps": None, "num_epochs": 2}),
+    ],
+)
+def test_a_flag_wins_over_the_recipe_and_the_recipe_over_the_default(
+    tmp_path: Path, values: dict[str, Any], flags: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert run(values, tmp_path, **flags) == RunConfig(**PATHS, **expected)
+
+
+def test_flags_alone_make_a_run() -> None:
+    assert read_run(None, dict(PATHS)) == RunConfig(**PATHS)
+
+
+@pytest.mark.parametrize("key", PATHS)
+def test_a_missing_path_names_its_flag(key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_run(None, {k: v for k, v in PATHS.items() if k != key})
+    assert caught.value.problems == [f"command line: `{key}` is missing. Give --{key} or the recipe key."]
+
+
+def test_unknown_keys_wrong_types_and_wrong_values_are_reported_at_once(tmp_path: Path) -> None:
+    wrong = {"heigth": 1, "seed": "0", "save_every": 0, "log_level": "loud", "max_steps": 1, "num_epochs": 1}
+    with pytest.raises(ConfigError) as caught:
+        run(wrong, tmp_path)
+    assert [
+        text.split("`")[1] for text in caught.value.problems
+    ] == "heigth seed save_every log_level max_steps".split()
+
+
+def test_a_config_of_the_current_folder_wins_over_the_shipped_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = Path("ds_configs/student/zero2_offload.json")
+    assert shipped(str(own)).is_file() and not own.exists()
+    own.parent.mkdir(parents=True)
+    own.write_text("{}")
+    assert read_json(str(own)) == {}
+
+
+@pytest.mark.parametrize("name", [key for key in JSON_FILES if getattr(RunConfig(), key)])
+def test_a_default_file_is_shipped(name: str) -> None:
+    assert shipped(getattr(RunConfig(), name)).is_file()
+
+
+def test_a_config_written_out_and_read_again_is_equal(tmp_path: Path) -> None:
+    objects = {"student_config": {"init": "random"}, "objective": {"name": "velocity"}}
+    config = RunConfig(**PATHS, **objects, seed=3, guidance_scale=4, shift=2.5, sample_prompts=["a", "色"])
+    keys = {key: value for key, value in asdict(config).items() if key not in ONLY_FLAGS}
+    assert run(keys, tmp_path) == config
 
 
 @pytest.mark.parametrize(
@@ -49,17 +102,6 @@ def test_a_strategy_or_json_flag_wins_over_the_recipe_s_and_over_its_precision(
 ) -> None:
     teacher = read_job(run(recipe, tmp_path, **flags), 1).teacher
     assert (teacher.engine.where, teacher.engine.precision) == (CPU, "bfloat16")
-
-
-@pytest.mark.parametrize(
-    ("dtype", "sections"),
-    [("float32", {}), ("bfloat16", {"bf16": {"enabled": True}}), ("float16", {"fp16": {"enabled": True}})],
-)
-def test_teacher_dtype_sets_the_precision_of_a_json_that_was_not_named(
-    tmp_path: Path, dtype: str, sections: dict
-) -> None:
-    shipped = load({"bf16": {"enabled": True}})
-    assert shipped.in_precision(run({}, tmp_path, teacher_dtype=dtype).teacher_dtype).raw == sections
 
 
 def test_the_resolved_run_gives_the_same_run_again(tmp_path: Path) -> None:

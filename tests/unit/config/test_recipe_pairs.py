@@ -141,21 +141,6 @@ def test_the_loss_scale_of_a_json_is_kept_beside_its_precision_as_a_flag() -> No
     assert json.raw == {"fp16": {"enabled": True, "initial_scale_power": 7}}
 
 
-@pytest.mark.parametrize(
-    ("recipe", "flags", "expected"),
-    [
-        ({"num_epochs": 3}, {"max_steps": 4}, {"max_steps": 4}),
-        ({"max_steps": 3}, {"num_epochs": 1}, {"max_steps": 126}),
-        ({"sample_every": 5}, {"sample_interval": 2}, {"sample_every": 252}),
-    ],
-)
-def test_a_flag_replaces_the_recipe_s_other_name_for_the_same_thing(
-    recipe: dict[str, Any], flags: dict[str, Any], expected: dict[str, Any], tmp_path: Path
-) -> None:
-    run = job(recipe, flags, tmp_path).run  # of 1008 prompts, 8 a step
-    assert {key: getattr(run, key) for key in expected} == expected
-
-
 @pytest.mark.parametrize("place", ["recipe", "flags"])
 @pytest.mark.parametrize(
     ("one", "other"),
