@@ -30,7 +30,7 @@ HOST = {"1": 192, "4": 512, "8": 1000}
 SMALL = {
     "teacher_path": "tiny",
     "data_path": "tiny",
-    "teacher_device_strategy": "offload",
+    "teacher_deepspeed_config": "offload",
     "guidance_scale": 1.5,
     "guidance_scale_2": 1.5,
     "height": 64,
@@ -125,7 +125,6 @@ BAD = {
     "unknown DeepSpeed key": {"deepspeed_config": {**ENGINE, "zero_optimisation": {"stage": 2}}},
     "wrong value in a DeepSpeed section": {"deepspeed_config": {**ENGINE, "zero_optimization": {"stage": 7}}},
     "frozen teacher at stage 2": {
-        "teacher_device_strategy": None,
         "teacher_deepspeed_config": {"zero_optimization": {"stage": 2}},
     },
     "batch that does not divide": {

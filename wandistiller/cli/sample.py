@@ -1,12 +1,10 @@
 """`wandistiller sample`: images or videos of a pipeline folder for some prompts."""
 
 from wandistiller.cli.flags import SampleFlags
-from wandistiller.config.cross_checks import division_problems
-from wandistiller.config.validate import collecting
 from wandistiller.data.dataset import PromptItem
 from wandistiller.data.media import Size
 from wandistiller.distributed import collectives
-from wandistiller.distributed.sequence_parallel import Ranks
+from wandistiller.distributed.sequence_parallel import Ranks, division_problems
 from wandistiller.evaluation.candidates import Candidate, read_candidate
 from wandistiller.evaluation.draw_samples import (
     STEPS,
@@ -19,7 +17,7 @@ from wandistiller.evaluation.draw_samples import (
     sampling_problems,
 )
 from wandistiller.evaluation.items import frame_problems, image_problems, read_items, reader_of
-from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems
+from wandistiller.utils.errors import ConfigError, collecting, folder_problems, inside_problems
 from wandistiller.wan.pipeline import usual_for
 
 

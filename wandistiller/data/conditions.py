@@ -14,6 +14,7 @@ from wandistiller.data.dataset import PromptItem
 from wandistiller.data.media import MediaError, MediaReader
 from wandistiller.data.media_cache import Encode, MediaCache, Sample
 from wandistiller.data.text_cache import TextCache
+from wandistiller.utils.errors import Problem
 from wandistiller.utils.files import digest, fingerprint
 from wandistiller.wan.given_frames import GivenFramesEncoder, encoder_folders, field_names, given_places
 from wandistiller.wan.pipeline import WanFolder
@@ -47,7 +48,7 @@ class Conditions:
                 frames = digest(frames, self._reader.key(last, sample.size))
         return ConditionKey(self.text.key(sample.item.prompt), frames)
 
-    def fill_frames(self, samples: list[Sample]) -> dict[str, str]:
+    def fill_frames(self, samples: list[Sample]) -> dict[str, Problem]:
         """Encode the given frames of samples. Collective.
 
         Returns:

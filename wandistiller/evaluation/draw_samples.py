@@ -17,7 +17,6 @@ from PIL import Image
 from torch import Tensor, nn
 
 from wandistiller.checkpoint.facts import Facts
-from wandistiller.config.cross_checks import SHARED
 from wandistiller.data.conditions import given_frames
 from wandistiller.data.dataset import PromptItem
 from wandistiller.data.lines import prompt_problems
@@ -28,7 +27,7 @@ from wandistiller.distributed.collectives import device
 from wandistiller.distributed.device import memory_size, on_accelerator
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.round_robin import number_of_rounds, round_robin
-from wandistiller.distributed.sequence_parallel import ALONE, Ranks
+from wandistiller.distributed.sequence_parallel import ALONE, SHARED, Ranks
 from wandistiller.evaluation.candidates import Candidate
 from wandistiller.evaluation.items import reader_of
 from wandistiller.flow import EULER, TRAIN_TIMESTEPS

@@ -12,7 +12,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from wandistiller.config.job import Job
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import on_accelerator
-from wandistiller.engine.ds_config import load
+from wandistiller.engine.ds_config import shipped_json
 from wandistiller.engine.ds_json import DeepSpeedJson
 from wandistiller.planner.machine import Demand, Machine
 from wandistiller.planner.student_memory import optimizer_states
@@ -122,7 +122,7 @@ def swap_folder(job: Job, shipped: bool = False) -> Path:
     jsons += [row.engine for row in job.networks.others.values()]
     if shipped or not any(json.on_nvme for json in jsons):
         names = ("student/zero3_nvme", "teacher/zero_inference_nvme")
-        jsons += [load(f"ds_configs/{name}.json") for name in names]
+        jsons += [shipped_json(f"ds_configs/{name}.json") for name in names]
     sections = [json.offload(target) for json in jsons for target in ("param", "optimizer")]
     return min((Path(s["nvme_path"]) for s in sections if s["device"] == "nvme"), key=disk_free)
 

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -54,17 +55,24 @@ class Problem(str):
         return Problem, self.parts  # to other ranks
 
     @property
+    def text(self) -> str:
+        """The message without its place."""
+        return self.parts[0]
+
+    @property
     def where(self) -> str:
         return self.parts[1]
 
-    @property
-    def key(self) -> str:
-        return self.parts[2]
+    def placed(self, places: dict[str, str], otherwise: str) -> "Problem":
+        """Return the problem of a run's setting with its place instead of RECIPE.
 
-    def at(self, where: str) -> "Problem":
-        """Return the problem with another place."""
-        text, _, key, stage = self.parts
-        return Problem(text, where, key, stage)
+        Args:
+            places: of settings by their names.
+            otherwise: the place of all others.
+        """
+        text, where, key, stage = self.parts
+        setting = re.split(r"\W", key)[0]
+        return Problem(text, places.get(setting, otherwise), key, stage) if where == RECIPE else self
 
     def in_stage(self, stage: str) -> "Problem":
         """Return the problem as one of a stage."""
@@ -143,6 +151,16 @@ def readable(path: str | Path | None = None) -> Iterator[None]:
     except OSError as error:
         why = REFUSALS.get(error.errno, f"it cannot be read: {error.strerror or error}. Name another.")
         raise ConfigError(f"{path or error.filename}: {why}") from None
+
+
+@contextmanager
+def collecting(problems: list[Problem]) -> Iterator[None]:
+    """Catch wrong input and add its messages to `problems`."""
+    try:
+        with readable():
+            yield
+    except ConfigError as error:
+        problems += error.problems
 
 
 def folder_problems(key: str, folder: str | Path) -> list[str]:

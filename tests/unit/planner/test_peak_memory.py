@@ -60,7 +60,7 @@ def test_on_a_cpu_what_the_teacher_freed_stays_beside_the_student_up_to_512_mib(
     published: Path, size: tuple[int, int, int], fits: bool
 ) -> None:
     given = dict(zip(("height", "width", "num_frames"), size, strict=True)) | {
-        "teacher_device_strategy": "gpu"
+        "teacher_deepspeed_config": "gpu"
     }
     steps = plan(job(published, ON_CPU, "Wan2.1-T2V-1.3B", **given), ON_CPU)["train"].alternatives
     freed = sum(b.host for b in steps["teacher"].values())

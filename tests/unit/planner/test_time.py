@@ -20,7 +20,7 @@ from wandistiller.wan.flops import forward_flops
 from wandistiller.wan.transformer import numels
 
 IMAGE = (16, 1, 60, 104)
-GPU = {"teacher_device_strategy": "gpu"}
+GPU = {"teacher_deepspeed_config": "gpu"}
 """A teacher whose weights stay on each GPU."""
 FAST_BUS = Rates(tflops=100, pcie=1e6)
 
@@ -150,7 +150,7 @@ def test_a_head_start_takes_the_critic_s_passes_and_the_samples_for_them(publish
 def test_an_update_of_two_networks_takes_one_roll_out_and_a_pass_of_each(
     published: Path, critic_updates: int, worth: float
 ) -> None:
-    """A backward pass counts twice. Another update of the critic has 2.5 calls of the student, 4 of its own."""
+    """A backward pass counts twice; another critic update has 2.5 calls of the student, 4 of its own."""
     dmd2 = {"name": "dmd2", "steps": 4, "shared": True, "critic_updates": critic_updates}
     run = job(published, EIGHT_80, objective=dmd2, **GPU)
     assert run.batch.accumulation == 1  # else the student's pass is made before too
