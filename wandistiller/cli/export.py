@@ -9,8 +9,7 @@ from wandistiller.cli.flags import ExportFlags
 from wandistiller.distributed import collectives
 from wandistiller.export import hub
 from wandistiller.export.formats.base import formats
-from wandistiller.export.source import Source, read_source
-from wandistiller.export.whole_model import read_whole_model
+from wandistiller.export.source import Source, read_source, read_whole_model
 from wandistiller.utils.errors import ConfigError, inside_problems, problem
 from wandistiller.wan.lora_experts import is_full_model
 from wandistiller.wan.pipeline import TINY

@@ -9,14 +9,13 @@ from pathlib import Path
 from torch.distributed import DistError
 
 from wandistiller.checkpoint.resume import going_on
+from wandistiller.cli.out_of_memory import advice, chain, is_out_of_memory
 from wandistiller.cli.process import AGAIN, FAULT, NOT_FINITE, OUT_OF_MEMORY, STORAGE, WRONG_INPUT
 from wandistiller.config.job import Job
 from wandistiller.distributed import collectives
-from wandistiller.distributed.oom import chain, is_out_of_memory
 from wandistiller.distributed.shutdown import stopping
 from wandistiller.distributed.watchdog import FailureNotice, tell_torchrun
 from wandistiller.planner.machine import memory_line
-from wandistiller.planner.oom_advice import advice
 from wandistiller.utils.errors import ConfigError, NonFinite, Problems, StorageError
 from wandistiller.utils.files import system_error
 from wandistiller.utils.interrupts import Interrupted

@@ -10,10 +10,10 @@ from wandistiller.batch import Conditioning, to_device
 from wandistiller.data.conditions import ConditionKey, Conditions
 from wandistiller.data.dataset import PromptDataset, PromptItem
 from wandistiller.data.latent_cache import LatentCache
-from wandistiller.data.measured import Measured
 from wandistiller.data.media import Size
 from wandistiller.data.media_cache import Sample
 from wandistiller.data.sample_order import Permutation, SampleOrder
+from wandistiller.data.tensor_cache import Measured
 from wandistiller.utils.errors import ConfigError
 
 

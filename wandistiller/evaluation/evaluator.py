@@ -25,8 +25,7 @@ from wandistiller.evaluation.draw_samples import Sampling
 from wandistiller.evaluation.items import reader_of
 from wandistiller.evaluation.metrics import FEATURES, METRICS, DrawnBatch, Features, Metric
 from wandistiller.evaluation.pipelines import DiffusersPipeline, PeakMemory, PlacedTeacher
-from wandistiller.evaluation.quantization_error import SAMPLES
-from wandistiller.evaluation.sigma_bands import Band, bands, states_in
+from wandistiller.evaluation.velocity_error import SAMPLES, Band, bands, states_in
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.tiny import clips, first_frames, shapes
 from wandistiller.utils.errors import ConfigError

@@ -21,7 +21,7 @@ from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.engine.workarounds import release_module_references
 from wandistiller.evaluation.draw_samples import Sampling, draw, open_pipeline, set_steps
-from wandistiller.evaluation.quantization_error import quantization_error
+from wandistiller.evaluation.velocity_error import quantization_error
 from wandistiller.experts import Expert
 from wandistiller.monitoring import memory_usage
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, local_modules, without_guidance

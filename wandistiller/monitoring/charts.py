@@ -1,12 +1,14 @@
-"""Line charts as SVG, drawn by matplotlib, which comes with `pip install wandistiller[report]`."""
+"""What reports are made of: line charts as SVG, drawn by matplotlib, and pages as jinja2 templates."""
 
 import importlib.util
 import io
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from wandistiller.utils.errors import ConfigError
 
@@ -109,3 +111,16 @@ def smooth(points: Sequence[tuple[float, float | None]], window: int) -> list[tu
     sum_N = np.convolve(y_N, np.ones(window))[: len(kept)]
     mean_N = sum_N / np.minimum(np.arange(len(kept)) + 1, window)
     return list(zip(x_N.tolist(), mean_N.tolist(), strict=True))
+
+
+def render(file: Path, **values: Any) -> str:
+    """Fill the template in `file`; in HTML all values are escaped."""
+    environment = Environment(
+        loader=FileSystemLoader(file.parent),
+        autoescape=".html" in file.suffixes,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template(file.name).render(values)

@@ -11,13 +11,12 @@ from wandistiller.config.start import recorded_stages
 from wandistiller.distributed.progress import clock
 from wandistiller.monitoring import environment
 from wandistiller.monitoring.alarms import FILE, HINTS
-from wandistiller.monitoring.charts import Chart, Line, finite, require_matplotlib, smooth, svg
+from wandistiller.monitoring.charts import Chart, Line, finite, render, require_matplotlib, smooth, svg
 from wandistiller.monitoring.headline import SIDES, headline, outdated, read_if_exists
 from wandistiller.monitoring.metrics import SAMPLES, MetricsLine, read_lines
 from wandistiller.utils.errors import ConfigError, readable
 from wandistiller.utils.files import atomic
 from wandistiller.utils.images import drawn
-from wandistiller.utils.templates import render
 
 MOST_GRIDS = 6
 """Sample grids in the report: the first, the last, and some between."""

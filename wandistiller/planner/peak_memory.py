@@ -20,9 +20,8 @@ from wandistiller.planner.student_memory import (
 )
 from wandistiller.planner.student_network import matched_blocks, other_network, student_network
 from wandistiller.planner.teacher_memory import added_parts, hidden_states, sharers_of_a_call, teacher_parts
-from wandistiller.utils.allocators import KEPT
 from wandistiller.utils.images import STILLS, WIDEST, tile_size
-from wandistiller.utils.system_memory import PIECES, reserve, room_of_a_rank
+from wandistiller.utils.system_memory import FREED_KEPT, PIECES, reserve, room_of_a_rank
 from wandistiller.wan.activation_memory import activation_bytes, call_bytes, compared_bytes
 from wandistiller.wan.components import image_config, image_encoder_of, text_config
 from wandistiller.wan.fake_tensor_memory import text_encoding
@@ -138,7 +137,7 @@ class _Planner:
             starts[f"{name}'s start"] = student | {"its weights in float32": Bytes(host=4 * numel)} | again
         if call and not self.gpu:
             freed = total(call)
-            steps["student"] |= {FREED: Bytes(host=min(freed.host + freed.transient, KEPT))}
+            steps["student"] |= {FREED: Bytes(host=min(freed.host + freed.transient, FREED_KEPT))}
         numel, weights = numels(j.student_transformer), count_parameters(j.student_transformer)
         held, each = self.base | kept | student, self.network.trained_numel if j.shares_base else weights
         start = Bytes(host=4 * each * len(j.student_experts))

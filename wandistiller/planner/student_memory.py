@@ -17,8 +17,8 @@ from wandistiller.engine.zero_memory import (
     round_up,
 )
 from wandistiller.planner.student_network import Network
-from wandistiller.utils.allocators import ROUNDED
 from wandistiller.utils.memoize import once_for_each
+from wandistiller.utils.system_memory import PINNED_ROUNDED
 from wandistiller.wan.structure import block_of
 
 WEIGHTS, MASTERS, GRADIENTS, BUCKETS = "weights", "float32 weights and optimizer", "gradients", "buckets"
@@ -169,5 +169,5 @@ def _locked(offload: dict[str, Any], accelerator: bool, n: int) -> Bytes:
     """CPU memory for n bytes, page-locked where `offload` says so: small pieces come in powers of two."""
     if not accelerator or not offload.get("pin_memory", True):
         return Bytes(host=n)
-    whole = n if n > ROUNDED * 2**20 or not n else 1 << (n - 1).bit_length()
+    whole = n if n > PINNED_ROUNDED * 2**20 or not n else 1 << (n - 1).bit_length()
     return Bytes(host=whole, pinned=whole)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from wandistiller.batch import Batch
 from wandistiller.data.cached_dataset import CachedData
-from wandistiller.data.measured import Measured
+from wandistiller.data.tensor_cache import Measured
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.shutdown import Stopped

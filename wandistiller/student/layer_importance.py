@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from wandistiller.batch import Batch
-from wandistiller.data.measured import Measured, batches_digest
+from wandistiller.data.tensor_cache import Measured, batches_digest
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.experts import Expert

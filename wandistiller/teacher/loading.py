@@ -16,7 +16,7 @@ from wandistiller.distributed.device import lock_pages, unlock_pages
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.shutdown import Stopped, stopping
 from wandistiller.engine.engine_config import EngineConfig
-from wandistiller.teacher.block_stream import BUFFERS, BlockStream, Buffers
+from wandistiller.teacher.block_source import BUFFERS, BlockStream, Buffers
 from wandistiller.teacher.quantized import Weights
 from wandistiller.teacher.stored_weights import ALONE, parameters_of, stored_weights_of
 from wandistiller.wan.structure import block_of, is_in_block

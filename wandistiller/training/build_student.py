@@ -14,7 +14,7 @@ from wandistiller.checkpoint import checkpointer, loading
 from wandistiller.config.identity import write_resolved
 from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
-from wandistiller.data.measured import Measured, batches_digest
+from wandistiller.data.tensor_cache import Measured, batches_digest
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks

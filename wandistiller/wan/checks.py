@@ -25,11 +25,10 @@ from wandistiller.wan.components import (
     umt5_config,
     vae_of,
 )
-from wandistiller.wan.damaged import cure, unfinished
 from wandistiller.wan.schedulers import flow_problem, own_settings, scheduler_class
 from wandistiller.wan.transformer import meta_transformer
 from wandistiller.wan.transformer_config import NEEDED, TransformerConfig
-from wandistiller.wan.weight_reader import DIFFUSERS_STEM, WeightReader
+from wandistiller.wan.weight_reader import DIFFUSERS_STEM, WeightReader, cure, unfinished
 
 TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "WanPipeline", "WanImageToVideoPipeline"
 """diffusers' classes of the pipelines that can be distilled."""

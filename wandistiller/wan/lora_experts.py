@@ -13,9 +13,8 @@ from safetensors import SafetensorError, safe_open
 from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError, Place
 from wandistiller.utils.files import read_json
-from wandistiller.wan.damaged import unfinished
 from wandistiller.wan.lora_files import experts_in
-from wandistiller.wan.weight_reader import DIFFUSERS_STEM
+from wandistiller.wan.weight_reader import DIFFUSERS_STEM, unfinished
 
 FILES = {
     Expert.HIGH_NOISE: "pytorch_lora_weights.safetensors",

@@ -14,11 +14,11 @@ from torch import Tensor
 from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import file_fingerprint, read_json
-from wandistiller.wan.damaged import cure
 from wandistiller.wan.lora_keys import ALPHA, DIFFERENCE, KEY, A, B, is_of_low_noise, lora_key, other_method
 from wandistiller.wan.structure import split_name
 from wandistiller.wan.transformer import shapes
 from wandistiller.wan.transformer_config import TransformerConfig
+from wandistiller.wan.weight_reader import cure
 
 SETTINGS = "lora_adapter_metadata"
 """Where diffusers keeps peft's settings in a file's metadata."""

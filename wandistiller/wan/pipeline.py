@@ -31,13 +31,12 @@ from wandistiller.wan.components import (
     text_config,
     tokenizer_problems,
 )
-from wandistiller.wan.damaged import unfinished
 from wandistiller.wan.defaults import EMBEDDED, EMBEDDED_VIDEO, WAN21, WAN22, WAN22_IMAGE, Usual
 from wandistiller.wan.hub import CONFIG_FILES, WEIGHT_FILES, fetch, fetch_elsewhere
 from wandistiller.wan.schedulers import own_settings, shift_key
 from wandistiller.wan.transformer import meta_transformer
 from wandistiller.wan.transformer_config import TransformerConfig
-from wandistiller.wan.weight_reader import WeightReader
+from wandistiller.wan.weight_reader import WeightReader, unfinished
 
 _EMBEDDED = Path(__file__).parent.parent / "tiny"
 FOLDERS = {"tiny": "pipeline", "tiny-video": "video_pipeline", "tiny-i2v": "image_pipeline"}

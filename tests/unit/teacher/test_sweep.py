@@ -11,7 +11,7 @@ from states import state
 from wandistiller.batch import Batch, Prediction
 from wandistiller.experts import Expert
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, Teacher
-from wandistiller.teacher.block_stream import BUFFERS
+from wandistiller.teacher.block_source import BUFFERS
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.sweep import block_by_block
 from wandistiller.utils.keyed_random import keyed_normal

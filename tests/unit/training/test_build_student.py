@@ -22,7 +22,7 @@ from trainers import job_of, parts_of
 from wandistiller.batch import Batch
 from wandistiller.config.run_config import RunConfig, read_run_config
 from wandistiller.config.validate import read_job
-from wandistiller.data.measured import Measured
+from wandistiller.data.tensor_cache import Measured
 from wandistiller.experts import Expert
 from wandistiller.student.calibration import VelocityError, error_rows, velocity_error
 from wandistiller.student.layer_importance import ROUNDS, importance, write_importance

@@ -12,20 +12,19 @@ from diffusers import WanPipeline
 from torch import Tensor
 
 from wandistiller.experts import Expert
-from wandistiller.export.comfy_nodes import comfy_nodes
 from wandistiller.export.formats.base import ExportFormat
 from wandistiller.export.low_rank import A, Adapter, B, extract
 from wandistiller.export.model_card import (
     BESIDE,
     HERE,
     MADE_FOR,
+    comfy_nodes,
     few_steps_sentence,
     joined,
     write_card,
 )
 from wandistiller.export.output import check_files, check_folder, per_expert, replaced, write_file
-from wandistiller.export.source import Source, arguments, clip, written
-from wandistiller.export.whole_model import WholeModel
+from wandistiller.export.source import Source, WholeModel, arguments, clip, written
 from wandistiller.flow import EULER
 from wandistiller.student.lora import adapter_state, linear_layers
 from wandistiller.utils.errors import ConfigError, problem

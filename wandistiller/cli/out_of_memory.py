@@ -1,10 +1,13 @@
-"""Out-of-memory errors of all libraries; `cli.failures` reports them."""
+"""Out-of-memory errors of all libraries, and advice: flags that take less of it, and the command that plans."""
 
 import errno
 import re
 from collections.abc import Iterator
+from itertools import islice
 
 import torch
+
+from wandistiller.config.job import Job
 
 MESSAGE = re.compile(
     r"out of memory"  # torch; CUDA, as cudaErrorMemoryAllocation; NCCL: Cuda failure 2 'out of memory'
@@ -35,3 +38,31 @@ def chain(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(error))
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+SHOWN = 3
+"""Number of flags."""
+PLAN = "`wandistiller plan` with the same recipe and flags says what takes how much, and which JSONs fit"
+
+
+def advice(job: Job, preparing: bool = False) -> list[str]:
+    """Return the first flags that a run out of memory lacks, those that cost least first, and PLAN.
+
+    Args:
+        preparing: the cache was being filled, so that there was no student yet.
+    """
+    return [*islice(_flags(job, preparing), SHOWN), PLAN]
+
+
+def _flags(job: Job, preparing: bool) -> Iterator[str]:
+    if preparing and job.run.prepare_batch > 1:
+        yield "--prepare_batch 1"
+    if not preparing and not job.student_engine.recompute:
+        yield "--gradient_checkpointing"
+    if job.teacher.engine.dtype is torch.float32:
+        yield "--teacher_dtype bfloat16"
+    if not preparing and job.batch.micro > 1:
+        yield "--batch_size 1"
+    yield "--deepspeed_config auto --teacher_deepspeed_config auto: the JSONs and micro-batch that fit"
+    yield "--num_frames, --height, --width: fewer frames or pixels"
+    yield "--student_config FILE: a student of fewer layers"
