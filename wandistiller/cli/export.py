@@ -9,7 +9,7 @@ from wandistiller.cli.flags import ExportFlags
 from wandistiller.distributed import collectives
 from wandistiller.export import hub
 from wandistiller.export.formats.base import formats
-from wandistiller.export.source import Source, read_source, read_whole_model
+from wandistiller.export.source import read_source, read_whole_model
 from wandistiller.utils.errors import ConfigError, inside_problems, problem
 from wandistiller.wan.lora_experts import is_full_model
 from wandistiller.wan.pipeline import TINY
@@ -26,7 +26,13 @@ def run(flags: ExportFlags) -> None:
     if problems:
         raise ConfigError(*problems)
     repository = hub.check(flags.push_to_hub) if flags.push_to_hub else ""
-    source = _source(flags, name)
+    if flags.teacher_path:
+        source = read_whole_model(str(flags.checkpoint), flags.teacher_path)
+    elif name == "lora" and is_full_model(flags.checkpoint) and not (flags.checkpoint / STATE).is_file():
+        remedy = "Say with --teacher_path which pipeline a LoRA of it is for."
+        raise ConfigError(f"{flags.checkpoint}: is a whole model. {remedy}")
+    else:
+        source = read_source(flags.checkpoint, flags.ema)
     teacher = source.facts.teacher_path
     inputs = {"checkpoint": source.folder} | ({} if teacher in TINY else {"the teacher": teacher})
     if problems := inside_problems("output", flags.output, inputs):
@@ -35,16 +41,6 @@ def run(flags: ExportFlags) -> None:
     collectives.show(*exported)
     if repository:
         collectives.show(hub.push(exported, repository, flags.private))
-
-
-def _source(flags: ExportFlags, name: str) -> Source:
-    """Read the run's checkpoint, or a whole model; raises ConfigError."""
-    if flags.teacher_path:
-        return read_whole_model(str(flags.checkpoint), flags.teacher_path)
-    if name == "lora" and is_full_model(flags.checkpoint) and not (flags.checkpoint / STATE).is_file():
-        remedy = "Say with --teacher_path which pipeline a LoRA of it is for."
-        raise ConfigError(f"{flags.checkpoint}: is a whole model. {remedy}")
-    return read_source(flags.checkpoint, flags.ema)
 
 
 def _foreign_problems(name: str, flags: ExportFlags) -> list[str]:

@@ -1,4 +1,4 @@
-"""Out-of-memory errors of all libraries, and advice: flags that take less of it, and the command that plans."""
+"""Out-of-memory errors of all libraries, and advice: flags that take less, and the command that plans."""
 
 import errno
 import re
@@ -22,13 +22,12 @@ MESSAGE = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    return any(_matches(e) for e in chain(error))
-
-
-def _matches(error: BaseException) -> bool:
-    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-        return True
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or MESSAGE.search(str(error)) is not None
+    return any(
+        isinstance(e, MemoryError | torch.OutOfMemoryError)
+        or (isinstance(e, OSError) and e.errno == errno.ENOMEM)
+        or MESSAGE.search(str(e))
+        for e in chain(error)
+    )
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:

@@ -48,7 +48,11 @@ def to_srgb(image: Image.Image, background: RGB = WHITE) -> Image.Image:
     image.load()
     profile = image.info.get("icc_profile")
     opaque, alpha = _parts(_eight_bit(image))
-    rgb = _in_srgb(opaque, profile) if profile else opaque.convert("RGB")
+    mode, transform = _transform(profile) if profile else ("", None)
+    if {mode, opaque.mode} == {"L", "RGB"}:  # a palette of greys
+        opaque = opaque.convert(mode)
+    # by the mode alone if there is no profile, or it is damaged or for another mode
+    rgb = ImageCms.applyTransform(opaque, transform) if mode == opaque.mode else opaque.convert("RGB")
     if alpha is None:
         return rgb
     return Image.composite(rgb, Image.new("RGB", rgb.size, background), alpha)
@@ -99,14 +103,6 @@ def _parts(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
     if image.mode in ("LA", "RGBA"):
         return image.convert(image.mode[:-1]), image.getchannel("A")
     return image if image.mode in ("L", "CMYK") else image.convert("RGB"), None
-
-
-def _in_srgb(image: Image.Image, profile: bytes) -> Image.Image:
-    """Convert from the profile's colours; by the mode alone if the profile is damaged or for another."""
-    mode, transform = _transform(profile)
-    if {mode, image.mode} == {"L", "RGB"}:  # a palette of greys
-        image = image.convert(mode)
-    return ImageCms.applyTransform(image, transform) if mode == image.mode else image.convert("RGB")
 
 
 @lru_cache(maxsize=64)

@@ -335,17 +335,13 @@ class _Index:
         for column, text in others:
             if column == NEGATIVE_PROMPT and text or "." in text[-6:] and _ending(text) in MEDIA:
                 self.unused.setdefault(column, text[:LONGEST_NAME])
-                self._require_no_file(column, text, path)
+                is_text = column == NEGATIVE_PROMPT or "://" in text or len(text) > LONGEST_NAME
+                if not is_text and in_any_form(path.parent / text).is_file():
+                    raise ValueError(
+                        f"`{column}` names {text}, which is there, but is not used. Rename it to image, "
+                        f"video or file, to {LAST_IMAGE} if a clip ends with it, or take it out."
+                    )
         self._add(offset, prompt, *media)
-
-    def _require_no_file(self, column: str, text: str, path: Path) -> None:
-        """Raise ValueError if a text that is not used names a file beside the table."""
-        is_text = column == NEGATIVE_PROMPT or "://" in text or len(text) > LONGEST_NAME
-        if not is_text and in_any_form(path.parent / text).is_file():
-            raise ValueError(
-                f"`{column}` names {text}, which is there, but is not used. Rename it to image, video or "
-                f"file, to {LAST_IMAGE} if a clip ends with it, or take it out."
-            )
 
     def _add_file(self, name: str) -> None:
         self._names += os.fsencode(name)
@@ -353,17 +349,16 @@ class _Index:
 
     def _add(self, offset: int, prompt: str, *media: str) -> None:
         """Add one item of the file that was added last."""
+        kind = MediaType.PROMPT
+        if media:
+            kind = MediaType.BOTH_ENDS if media[1:] else self._of_image
+        if media and is_video(media[0]):
+            kind = MediaType.GIF if _ending(media[0]) == ".gif" else MediaType.VIDEO
         self._file.append(len(self._ends) - 2)
         self._offset.append(offset)
-        self.kinds.append(self._type_of(*media))
+        self.kinds.append(kind)
         self.hashes.append(_hash(prompt, *media))
         self._named.append(_hash(prompt, *(os.path.basename(name) for name in media)))
-
-    def _type_of(self, medium: str = "", *last: str) -> MediaType:
-        if is_video(medium):
-            return MediaType.GIF if _ending(medium) == ".gif" else MediaType.VIDEO
-        of_image = MediaType.BOTH_ENDS if last else self._of_image
-        return of_image if medium else MediaType.PROMPT
 
     def _add_problem(self, problem: str) -> None:
         self.wrong += 1

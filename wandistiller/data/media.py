@@ -126,16 +126,14 @@ class MediaReader:
         """
         asked = str(path), size, clip
         if asked not in self._keys:
-            self._keys[asked] = self._key(path, size, clip)
+            settings = pixels_depend_on(path, self.background, self.fit)
+            if clip:  # the first is that of a run of one clip
+                settings.append(f"clip {clip} of {self.clips}")
+            if size.num_frames > 1 and path.suffix.lower() not in VIDEOS:
+                self._keys[asked] = digest(content_fingerprint(path), str(size), *settings)
+            else:
+                self._keys[asked] = digest(file_fingerprint(path), str(size), self.fps, *settings)
         return self._keys[asked]
-
-    def _key(self, path: Path, size: Size, clip: int) -> str:
-        more = pixels_depend_on(path, self.background, self.fit)
-        if clip:  # the first is that of a run of one clip
-            more.append(f"clip {clip} of {self.clips}")
-        if size.num_frames > 1 and path.suffix.lower() not in VIDEOS:
-            return digest(content_fingerprint(path), str(size), *more)
-        return digest(file_fingerprint(path), str(size), self.fps, *more)
 
     def _length(self, path: Path) -> int:
         if path.suffix.lower() != ".gif":

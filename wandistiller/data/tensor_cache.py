@@ -51,7 +51,12 @@ class TensorCache:
         if self._shared is None:
             self._shared = is_shared(self._folder)
         if self._shared:
-            self._require_equal(requested)
+            if len(set(collectives.gather_objects(digest(*requested)))) > 1:  # by which they divide the work
+                raise ConfigError(
+                    f"{self._folder}: the ranks look for other entries in it: the media of `data_path` "
+                    "differ in time or size between the nodes, or one changed while the run started. Share "
+                    "one folder of them, or copy it with its times (`cp -p`, `rsync -t`), and start again."
+                )
             place = self._scan(requested) if requested and collectives.rank() == 0 else {}
             self._place |= collectives.broadcast_object(place)
         else:
@@ -79,15 +84,6 @@ class TensorCache:
                 "cannot be read. Start again; they are made anew."
             )
 
-    def _require_equal(self, requested: dict[str, None]) -> None:
-        """Raise ConfigError on all ranks if they look for other keys, by which they divide the work."""
-        if len(set(collectives.gather_objects(digest(*requested)))) > 1:
-            raise ConfigError(
-                f"{self._folder}: the ranks look for other entries in it: the media of `data_path` differ in "
-                "time or size between the nodes, or one changed while the run started. Share one folder of "
-                "them, or copy it with its times (`cp -p`, `rsync -t`), and start again."
-            )
-
     def _scan(self, requested: dict[str, None]) -> dict[str, Path]:
         place = {}
         for file in sorted(self._folder.glob("*.safetensors")):
@@ -95,9 +91,8 @@ class TensorCache:
                 with safe_open(file, "pt") as opened:
                     place |= {k: file for name in opened.keys() if (k := name.partition(".")[0]) in requested}
             except BROKEN as error:
-                collectives.log0(
-                    "cache     %s is damaged and ignored; its tensors are made anew: %s", file, error
-                )
+                text = "cache     %s is damaged and ignored; its tensors are made anew: %s"
+                collectives.log0(text, file, error)
         return place
 
     def write(self, tensors: dict[str, dict[str, Tensor]], about: dict[str, str]) -> None:

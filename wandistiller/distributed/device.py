@@ -25,6 +25,11 @@ def title() -> str:
     return "ROCm" if torch.version.hip else kind().upper()
 
 
+def version() -> str:
+    """Return the version of CUDA or ROCm that torch is built for; empty for other kinds."""
+    return torch.version.hip or torch.version.cuda or ""
+
+
 def is_untried() -> bool:
     """Return whether nothing of this package has ever run on this kind of device."""
     return title() not in ("CPU", "CUDA")

@@ -152,12 +152,8 @@ class Features:
     needs: str = ""
 
 
-def _latent_moments(drawn: DrawnBatch) -> Tensor:
-    return torch.cat([drawn.x0_BCFHW.mean((2, 3, 4)), drawn.x0_BCFHW.std((2, 3, 4))], dim=1)
-
-
 def _frame_moments(drawn: DrawnBatch) -> Tensor:
-    """Mean and standard deviation of each channel over the pixels of a latent frame."""
+    """Return mean and standard deviation of each channel over the pixels of a latent frame."""
     x0_BFCP = drawn.x0_BCFHW.transpose(1, 2).flatten(3)
     return torch.cat([x0_BFCP.mean(3), x0_BFCP.std(3)], dim=2)
 
@@ -247,7 +243,12 @@ METRICS = [
     ),
 ]
 FEATURES = [
-    Features(name="latent", compute=_latent_moments),
+    Features(
+        name="latent",
+        compute=lambda drawn: torch.cat(
+            [f(drawn.x0_BCFHW, (2, 3, 4)) for f in (torch.mean, torch.std)], dim=1
+        ),
+    ),
     Features(name="latent_frames", needs="frames", compute=_frame_moments),
     Features(name="latent_clips", needs="frames", compute=_channel_motion),
     Features(name="clip", needs="clip", compute=lambda drawn: drawn.clip[0]),

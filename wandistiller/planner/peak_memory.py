@@ -111,14 +111,8 @@ class _Planner:
         self, config: TransformerConfig, engine: EngineConfig, samples: int, *, recomputes: bool = True
     ) -> Bytes:
         """Memory of the activations of a learning network, as in `activation_bytes`."""
-        how = {"accelerator": self.gpu, "sharers": self.sharers, "recomputes": recomputes}
-        return activation_bytes(config, engine, self.latent, samples, **how)
-
-    def _sampled(self, passes: Parts) -> Parts:
-        """The same parts of a student's passes between its forward and its backward pass."""
-        j = self.job
-        held = self.saved(j.student_transformer, j.student_engine, self.samples, recomputes=False)
-        return passes | {ACTIVATIONS: held}
+        sharing = {"accelerator": self.gpu, "sharers": self.sharers}
+        return activation_bytes(config, engine, self.latent, samples, recomputes=recomputes, **sharing)
 
     def phases(self, coding: bool) -> dict[str, PhasePeak]:
         """The phases in their order; `coding` as in `plan`."""
@@ -126,7 +120,8 @@ class _Planner:
         kept, call = self._teachers()
         student, gathered, steps = self._student(cast)
         again, starts = self._read_again(), {}
-        sampled = self._sampled(steps["student"])
+        between = self.saved(j.student_transformer, j.student_engine, self.samples, recomputes=False)
+        sampled = steps["student"] | {ACTIVATIONS: between}  # between forward and backward pass
         for name, other in j.others.items():  # it and the teacher are called beside the student's activations
             kept_of_it, its_steps, slope = self._other(other)
             steps |= its_steps | {"teacher and critic at samples": sampled | call}
@@ -290,33 +285,23 @@ class _Planner:
         pixels = {"pixels as they were read": Bytes(host=4 * 3 * frames * height * width)}
         kept = self._libraries(EARLY) | pixels
         vae, work = self._coding("encode", (1, 3, frames, height, width), kept)
-        return vae | work | pixels | self._image_encoder()
-
-    def _image_encoder(self) -> Parts:
-        """Return the encoder of given frames, in float32, if the teacher takes its states."""
-        folder = self.job.folder
-        if not folder.config.image_dim:
-            return {}
-        with torch.device("meta"):
-            nbytes = sum(p.nbytes for p in image_encoder_of(image_config(folder.path)).parameters())
-        return {"image encoder": Bytes(device=nbytes)}
+        parts, folder = vae | work | pixels, self.job.folder
+        if folder.config.image_dim:
+            with torch.device("meta"):
+                nbytes = sum(p.nbytes for p in image_encoder_of(image_config(folder.path)).parameters())
+            parts["image encoder"] = Bytes(device=nbytes)  # of given frames, in float32
+        return parts
 
     def _draw(self, kept: Parts, call: Parts, gathered: Parts) -> PhasePeak:
         """The VAE stays for the whole phase and decodes one sample at a time; there is no backward pass."""
-        j, gpu = self.job, self.gpu
+        j = self.job
         latent = j.folder.latent_shape(j.size.height, j.size.width, j.size.num_frames)
         held = self.base | kept | self._clips()
         vae, decode = self._coding("decode", (1, *latent), held)
-        how = {"accelerator": gpu, "sharers": self.sharers}
-        work, _ = call_bytes(j.student_transformer, j.student_engine, self.latent, j.batch.micro, **how)
-        return PhasePeak(
-            held | vae,
-            {
-                "teacher": call,
-                "student": gathered | {ACTIVATIONS: Bytes(transient=work)},
-                "decode": decode,
-            },
-        )
+        sharing = {"accelerator": self.gpu, "sharers": self.sharers}
+        work, _ = call_bytes(j.student_transformer, j.student_engine, self.latent, j.batch.micro, **sharing)
+        student = gathered | {ACTIVATIONS: Bytes(transient=work)}
+        return PhasePeak(held | vae, {"teacher": call, "student": student, "decode": decode})
 
     def _clips(self) -> Parts:
         """Stills and small clips of teacher and student, of 8 bits, which all ranks have."""

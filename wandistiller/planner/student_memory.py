@@ -38,7 +38,12 @@ def student_parts(
         accelerator: with one, host memory may be page-locked.
         ema: with an average of its weights.
     """
-    parts = {0: _whole, 3: _partitioned}.get(engine.stage, _flat)(network, engine, ranks, accelerator)
+    if engine.stage == 0:
+        parts = _whole(network, engine)
+    elif engine.stage == 3:
+        parts = _partitioned(network, engine, ranks, accelerator)
+    else:
+        parts = _flat(network, engine, ranks, accelerator)
     if ema:
         average = 4 * network.trained_numel // (1 if engine.stage == 0 else ranks)
         on_device = engine.optimizer_on == "none"
@@ -72,7 +77,7 @@ def spread_bytes(network: Network, engine: EngineConfig, ranks: int) -> int:
     return engine.dtype.itemsize * part * (ranks + 1)
 
 
-def _whole(network: Network, engine: EngineConfig, ranks: int, accelerator: bool) -> dict[str, Bytes]:
+def _whole(network: Network, engine: EngineConfig) -> dict[str, Bytes]:
     """Memory under stage 0: everything on every rank; below float32 with a copy of the weights."""
     item, numel = engine.dtype.itemsize, network.trained_numel
     masters = ((4 if item < 4 else 0) + optimizer_states(engine)) * numel
@@ -122,7 +127,11 @@ def _partitioned(network: Network, engine: EngineConfig, ranks: int, accelerator
     group = min(part, engine.zero.sub_group_size)
     reused = engine.zero.max_reuse_distance
     kept, transient = gathered_bytes(every, engine, ranks, reused)
-    held = _held_bytes(every, engine) if transient else 0
+    blocks: Counter[str] = Counter()
+    for size in every:
+        blocks[block_of(size.name)] += size.part(1)
+    # whole weights wait for the backward pass: those of one block, if blocks are recomputed
+    held = (max(blocks.values()) if engine.recompute else blocks.total()) if transient else 0
     in_cpu = min(all_parts, engine.offload("param").get("max_in_cpu", 10**9))
     weights = {
         "none": Bytes(device=item * all_parts),
@@ -150,14 +159,6 @@ def _partitioned(network: Network, engine: EngineConfig, ranks: int, accelerator
         GATHERED: Bytes(kept, transient),
         HELD: Bytes(transient=held),
     }
-
-
-def _held_bytes(sizes: list[ParameterSize], engine: EngineConfig) -> int:
-    """Bytes of whole weights held for the backward pass: of one block, if blocks are recomputed."""
-    blocks: Counter[str] = Counter()
-    for s in sizes:
-        blocks[block_of(s.name)] += s.part(1)
-    return max(blocks.values()) if engine.recompute else blocks.total()
 
 
 def optimizer_states(engine: EngineConfig) -> int:

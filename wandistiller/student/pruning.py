@@ -65,7 +65,9 @@ def plan(
     if (heads, head_dim) != (teacher.num_attention_heads, teacher.attention_head_dim):
         width = heads * head_dim
         axes["stream"] = _of_norm(stats.stream_DD, _strongest(stats.stream_DD.diagonal(), width))
-        axes["text"] = Subspace(_principal(stats.text_DD, width))
+        directions_DD = torch.linalg.eigh(stats.text_DD.double()).eigenvectors.flip(1)[:, :width]
+        signs_d = directions_DD.gather(0, directions_DD.abs().argmax(0, keepdim=True)).sign()
+        axes["text"] = Subspace((directions_DD * signs_d).float())  # signs are equal on all machines
         if stats.image_DD is not None:
             readers = [in_block(i, f"{ATTENTIONS[1]}.{name}") for i in blocks for name in IMAGE_MAPS]
             score_D = torch.stack([_scores_of(stats, read, name) for name in readers]).sum(0)
@@ -96,13 +98,6 @@ def _scores_of(stats: CalibrationStats, read: Read, name: str) -> Tensor:
 def _strongest(score_U: Tensor, keep: int) -> Tensor:
     """Units with the greatest scores, in their old order."""
     return score_U.argsort(descending=True, stable=True)[:keep].sort().values
-
-
-def _principal(moment_DD: Tensor, keep: int) -> Tensor:
-    """Orthonormal directions_Dd of the greatest second moment; signs are equal on all machines."""
-    directions_DD = torch.linalg.eigh(moment_DD.double()).eigenvectors.flip(1)[:, :keep]
-    signs_d = directions_DD.gather(0, directions_DD.abs().argmax(0, keepdim=True)).sign()
-    return (directions_DD * signs_d).float()
 
 
 def _of_norm(moment_DD: Tensor, units_d: Tensor) -> Subspace:

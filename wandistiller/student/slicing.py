@@ -91,19 +91,16 @@ class WidthSlicer:
             axis = self.axes.get(name.removesuffix(leaf) + NORMED[leaf])
             return {"weight": axis.along(values["weight"], 0) * axis.gain} if axis else values
         if name == IMAGE_NORM:
-            return self._image_norm(values)
+            if not (axis := self.axes.get("image")):
+                return values
+            # its weights take the gain: of all its outputs' readers they are the first
+            weight, bias = (axis.along(values[k], 0) for k in ("weight", "bias"))
+            return {"weight": weight * axis.gain, "bias": bias}
         if leaf == AFFINE_NORM and (axis := self.axes.get("stream")):
             weight, bias = (axis.along(values[k], 0) for k in ("weight", "bias"))
             return {"weight": weight, "bias": bias / axis.gain}
         axes = axes_of(name)
         return self._linear(name, values, *axes) if any(axes) else values
-
-    def _image_norm(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Cut the norm's weights, which take the gain: of all its outputs' readers they are the first."""
-        if not (axis := self.axes.get("image")):
-            return values
-        weight, bias = (axis.along(values[k], 0) for k in ("weight", "bias"))
-        return {"weight": weight * axis.gain, "bias": bias}
 
     def _linear(
         self, name: str, values: dict[str, Tensor], written: str | None, read: str | None

@@ -204,7 +204,8 @@ def _saved(samples: int, config: TransformerConfig, dtype: torch.dtype, *shape: 
                 saved[name].add(t.untyped_storage())
             return t
 
-        block.register_forward_pre_hook(_own_copy)  # a later block's input, which is not part of a whole
+        # as a later block's input, which is not part of a whole
+        block.register_forward_pre_hook(lambda _, args: (args[0].clone(), *args[1:]))
         for name, module in modules.items():
             module.register_forward_pre_hook(lambda _, args, name=name: enter(name, args))
             module.register_forward_hook(lambda *_: inside.pop() and None)
@@ -252,10 +253,6 @@ def _transformer(
     state = blank_state(config, latent, samples, text_tokens)
     share_sequences(model, ImaginedRanks(sharers))
     return model, lambda: velocity(model, state)
-
-
-def _own_copy(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return inputs[0].clone(), *inputs[1:]
 
 
 class _FusedNorm(torch.autograd.Function):

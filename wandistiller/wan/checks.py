@@ -69,37 +69,24 @@ def part_problems(part: str, config: PartConfig) -> list[str]:
     return problems or _unfit(part, config.where, config.values)
 
 
-def _call_transformer(values: dict[str, Any]) -> None:
-    config = TransformerConfig.of(values | {"num_layers": 1})
-    rows = (2, config.pos_embed_seq_len // 2) if config.pos_embed_seq_len else (1, 1)
-    image_BLD = torch.zeros(*rows, config.image_dim) if config.image_dim else None
-    x_t_BCFHW = torch.zeros(1, config.in_channels, *config.patch_size)
-    meta_transformer(config)(x_t_BCFHW, torch.zeros(1), torch.zeros(1, 1, config.text_dim), image_BLD)
-
-
-def _make_vae(values: dict[str, Any]) -> None:
-    vae_of(values)
-    torch.tensor([values["latents_mean"], values["latents_std"]]).view(2, values["z_dim"]).float()
-
-
-def _call_text_encoder(values: dict[str, Any]) -> None:
-    states(text_encoder_of(values | {"num_layers": 1}), torch.zeros(1, 2, dtype=torch.long), None)
-
-
-def _call_scheduler(values: dict[str, Any]) -> None:
-    scheduler, nothing = scheduler_class(values["_class_name"]).from_config(values), torch.zeros([1] * 5)
-    scheduler.set_timesteps(3)
-    for t in scheduler.timesteps:  # some settings are used from the second step on
-        scheduler.step(nothing, t, nothing)
-
-
-PARTS: dict[str, Callable[[dict[str, Any]], None]] = {
-    "transformer": _call_transformer,
-    "vae": _make_vae,
-    "text_encoder": _call_text_encoder,
-    "scheduler": _call_scheduler,
-}
-"""Part -> its construction and, where it is cheap, a call, both on the current default device."""
+def _try(part: str, values: dict[str, Any]) -> None:
+    """Make a part and, where it is cheap, call it, both on the current default device."""
+    if part == "transformer":
+        config = TransformerConfig.of(values | {"num_layers": 1})
+        rows = (2, config.pos_embed_seq_len // 2) if config.pos_embed_seq_len else (1, 1)
+        image_BLD = torch.zeros(*rows, config.image_dim) if config.image_dim else None
+        x_t_BCFHW = torch.zeros(1, config.in_channels, *config.patch_size)
+        meta_transformer(config)(x_t_BCFHW, torch.zeros(1), torch.zeros(1, 1, config.text_dim), image_BLD)
+    elif part == "vae":
+        vae_of(values)
+        torch.tensor([values["latents_mean"], values["latents_std"]]).view(2, values["z_dim"]).float()
+    elif part == "text_encoder":
+        states(text_encoder_of(values | {"num_layers": 1}), torch.zeros(1, 2, dtype=torch.long), None)
+    else:
+        scheduler, nothing = scheduler_class(values["_class_name"]).from_config(values), torch.zeros([1] * 5)
+        scheduler.set_timesteps(3)
+        for t in scheduler.timesteps:  # some settings are used from the second step on
+            scheduler.step(nothing, t, nothing)
 
 
 @once_for_each
@@ -107,7 +94,7 @@ def _unfit(part: str, where: str, values: dict[str, Any]) -> list[str]:
     """List the library's reason why a part cannot be made of these settings; it takes no memory."""
     try:
         with torch.device("cpu" if part == "scheduler" else "meta"), torch.no_grad():
-            PARTS[part](values)
+            _try(part, values)
     except Exception as error:  # of the libraries any
         why = str(error) or type(error).__name__
         return [f"{where}: it cannot be built from this: {why}. Fix it, or fetch this file again."]

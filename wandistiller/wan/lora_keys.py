@@ -75,16 +75,12 @@ def lora_key(key: str) -> LoraKey:
     """Return what a key is of."""
     if not (found := KEY.fullmatch(key)):
         return LoraKey("", "")
-    return LoraKey(_layer(found["layer"]), found.lastgroup)
-
-
-def _layer(name: str) -> str:
-    """Return diffusers' name of a linear layer; empty if it is none."""
+    name = found["layer"]
     name = name[PREFIX.match(name).end() :]
-    if not (block := IN_BLOCK.match(name)):
-        return LAYERS.get(name.replace(".", "_"), "")
-    layer = LAYERS.get((FIRST + name[block.end() :]).replace(".", "_"), "")
-    return layer.replace(FIRST, in_block(int(block[1])) + ".", 1)
+    if block := IN_BLOCK.match(name):
+        layer = LAYERS.get((FIRST + name[block.end() :]).replace(".", "_"), "")
+        return LoraKey(layer.replace(FIRST, in_block(int(block[1])) + ".", 1), found.lastgroup)
+    return LoraKey(LAYERS.get(name.replace(".", "_"), ""), found.lastgroup)
 
 
 def is_of_low_noise(key: str) -> bool:

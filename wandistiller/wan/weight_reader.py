@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from pathlib import Path
 
@@ -105,6 +104,7 @@ class WeightReader:
         self.folder = folder
         self.faults: list[str] = []
         """Unreadable bytes and non-finite numbers in what was read; for `gather_problems` after loading."""
+        self._scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8)  # no memory until it is written to
         self.read_names: set[str] = set()
         """Tensors of which anything was read."""
         self.nonzero: set[str] = set()
@@ -178,10 +178,6 @@ class WeightReader:
         except (OSError, EOFError) as error:
             message = f"{stored.file}: tensor `{name}` could not be read: {error}. Fetch this file again."
             self.faults.append(message)
-
-    @cached_property
-    def _scratch(self) -> Tensor:
-        return torch.empty(CHUNK_BYTES, dtype=torch.uint8)
 
     def _check(self, name: str, chunk_N: Tensor) -> None:
         low, high = chunk_N.aminmax()

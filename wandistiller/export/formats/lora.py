@@ -199,12 +199,14 @@ def _trained(source: Source, name: str) -> Adapter:
     model = source.adapters(name)
     config = model.peft_config["default"]
     layers = {n: m for n, m in model.named_modules() if hasattr(m, "lora_A")}
+    ranks = Counter(layer.r["default"] for layer in layers.values())
+    listed = ", ".join(f"{number} of {rank}" for rank, number in sorted(ranks.items()))
     adapter = Adapter(
         adapter_state(model),
         config.lora_alpha,
         config.r,
         config.to_dict(),
-        _other_ranks(layer.r["default"] for layer in layers.values()),
+        f"; layers by rank: {listed}" if len(ranks) > 1 else "",
         {n: layer.scaling["default"] for n, layer in layers.items()},
     )
     if not (source.facts.bases and source.facts.teacher_lora):
@@ -223,13 +225,6 @@ def _changes(adapter: Adapter) -> dict[str, LowRank]:
     """Return what an adapter changes of each layer."""
     layers = [key.removesuffix(A) for key in adapter.state if key.endswith(A)]
     return {n: LowRank(adapter.state[n + A], adapter.state[n + B] * adapter.factor(n)) for n in layers}
-
-
-def _other_ranks(of_layers: Iterable[int]) -> str:
-    """Say how many layers have which rank, if there are several."""
-    ranks = sorted(Counter(of_layers).items())
-    listed = ", ".join(f"{n} of {rank}" for rank, n in ranks)
-    return f"; layers by rank: {listed}" if len(ranks) > 1 else ""
 
 
 def comfy_state(adapter: Adapter) -> dict[str, Tensor]:
