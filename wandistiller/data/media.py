@@ -23,14 +23,7 @@ from wandistiller.data.lines import VIDEOS
 from wandistiller.data.videos import frame_rate, nearest, number_of_frames, read_frames
 from wandistiller.distributed import collectives
 from wandistiller.distributed.round_robin import own_batches
-from wandistiller.utils.files import (
-    content_fingerprint,
-    digest,
-    file_digest,
-    file_fingerprint,
-    read_json,
-    write_json,
-)
+from wandistiller.utils import files
 
 UNREADABLE = (
     *(ArithmeticError, EOFError, LookupError, OSError, RuntimeError, SyntaxError, TypeError, ValueError),
@@ -130,9 +123,9 @@ class MediaReader:
             if clip:  # the first is that of a run of one clip
                 settings.append(f"clip {clip} of {self.clips}")
             if size.num_frames > 1 and path.suffix.lower() not in VIDEOS:
-                self._keys[asked] = digest(content_fingerprint(path), str(size), *settings)
+                self._keys[asked] = files.digest(files.content_fingerprint(path), str(size), *settings)
             else:
-                self._keys[asked] = digest(file_fingerprint(path), str(size), self.fps, *settings)
+                self._keys[asked] = files.digest(files.file_fingerprint(path), str(size), self.fps, *settings)
         return self._keys[asked]
 
     def _length(self, path: Path) -> int:
@@ -263,7 +256,7 @@ def record_media(file: Path, data_path: str, media: Iterable[Path]) -> None:
     own = {name: _entry(names[name], known.get(name)) for name in own_batches(sorted(names))}
     entries = {name: entry for part in collectives.gather_objects(own) for name, entry in part.items()}
     if collectives.rank() == 0:
-        write_json(file, {name: entry for name, entry in entries.items() if entry})
+        files.write_json(file, {name: entry for name, entry in entries.items() if entry})
 
 
 def replaced_media(file: Path, data_path: str) -> list[str]:
@@ -278,15 +271,15 @@ def _root(data_path: str) -> Path:
 
 
 def _recorded(file: Path) -> dict[str, str]:
-    return read_json(file) if file.is_file() else {}
+    return files.read_json(file) if file.is_file() else {}
 
 
 def _entry(path: Path, known: str | None) -> str | None:
     """Return what identifies a medium, which is `known` while it is as it was; None if it is away."""
-    stamp = file_fingerprint(path)  # path, size and time
+    stamp = files.file_fingerprint(path)  # path, size and time
     if known and known.startswith(stamp):
         return known
     try:
-        return f"{stamp} {file_digest(path, RECORDED_ENDS)}"
+        return f"{stamp} {files.file_digest(path, RECORDED_ENDS)}"
     except OSError:
         return None

@@ -9,15 +9,9 @@ from wandistiller.engine.activation_checkpointing import SECTION
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.experts import Expert
+from wandistiller.planner import student_memory
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.phase_peak import Parts, PhasePeak, total
-from wandistiller.planner.student_memory import (
-    GATHERED,
-    bucket_bytes,
-    cast_bytes,
-    spread_bytes,
-    student_parts,
-)
 from wandistiller.planner.student_network import matched_blocks, other_network, student_network
 from wandistiller.planner.teacher_memory import added_parts, hidden_states, sharers_of_a_call, teacher_parts
 from wandistiller.utils.images import STILLS, WIDEST, tile_size
@@ -116,7 +110,7 @@ class _Planner:
 
     def phases(self, coding: bool) -> dict[str, PhasePeak]:
         """The phases in their order; `coding` as in `plan`."""
-        j, cast = self.job, cast_bytes(self.network, self.job.student_engine)
+        j, cast = self.job, student_memory.cast_bytes(self.network, self.job.student_engine)
         kept, call = self._teachers()
         student, gathered, steps = self._student(cast)
         again, starts = self._read_again(), {}
@@ -207,7 +201,9 @@ class _Planner:
         j, engine, ranks = self.job, self.job.student_engine, self.machine.ranks
         ema = j.run.ema is not None
         experts = len(j.trained_experts)
-        parts = student_parts(self.network, experts, engine, ranks, accelerator=self.gpu, ema=ema)
+        parts = student_memory.student_parts(
+            self.network, experts, engine, ranks, accelerator=self.gpu, ema=ema
+        )
         saved = self.saved(j.student_transformer, engine, self.samples)
         kept = {f"student's {use}": replace(b, transient=0) for use, b in parts.items()}
         transient = {f"student's {use}, in a step": b.transient for use, b in parts.items() if b.transient}
@@ -218,10 +214,14 @@ class _Planner:
         passes = step | {ACTIVATIONS: saved} | self._compared() | self._unpacked(engine)
         optimizer = step | {CAST: Bytes(transient=2 * cast)} if cast else {}
         if not self.gpu and ranks > 1:
-            spread = spread_bytes(self.network, engine, ranks)
-            passes["gloo's copy of a bucket"] = Bytes(transient=bucket_bytes(self.network, engine))
+            spread = student_memory.spread_bytes(self.network, engine, ranks)
+            passes["gloo's copy of a bucket"] = Bytes(
+                transient=student_memory.bucket_bytes(self.network, engine)
+            )
             optimizer["gloo's copies of the weights"] = Bytes(transient=spread)
-        gathered = {use: b for use, b in step.items() if use == f"student's {GATHERED}, in a step"}
+        gathered = {
+            use: b for use, b in step.items() if use == f"student's {student_memory.GATHERED}, in a step"
+        }
         return kept, gathered, {"student": passes, "optimizer": optimizer}
 
     def _other(self, other: OtherNetwork) -> tuple[Parts, dict[str, Parts], Parts]:
@@ -229,14 +229,18 @@ class _Planner:
         j, engine, ranks, name = self.job, other.engine, self.machine.ranks, other.role.name
         has_heads = other.role.has_heads  # on samples and cached latents
         network = other_network(j, other.role)
-        parts = student_parts(network, 1, engine, ranks, accelerator=self.gpu)
+        parts = student_memory.student_parts(network, 1, engine, ranks, accelerator=self.gpu)
         saved = self.saved(other.transformer, engine, j.batch.micro * (2 if has_heads else 1))
         kept = {f"{name}'s {use}": replace(b, transient=0) for use, b in parts.items()}
         step = {f"{name}'s {use}, in a step": Bytes(transient=b.transient) for use, b in parts.items()}
-        optimizer = {f"{name}'s gradients in float32": Bytes(transient=2 * cast_bytes(network, engine))}
+        optimizer = {
+            f"{name}'s gradients in float32": Bytes(transient=2 * student_memory.cast_bytes(network, engine))
+        }
         if not self.gpu and ranks > 1:
-            step["gloo's copy of a bucket"] = Bytes(transient=bucket_bytes(network, engine))
-            optimizer["gloo's copies of the weights"] = Bytes(transient=spread_bytes(network, engine, ranks))
+            step["gloo's copy of a bucket"] = Bytes(transient=student_memory.bucket_bytes(network, engine))
+            optimizer["gloo's copies of the weights"] = Bytes(
+                transient=student_memory.spread_bytes(network, engine, ranks)
+            )
         passes = step | {f"{name}'s activations": saved} | self._unpacked(engine)
         steps, slope = {name: passes, f"{name}'s optimizer": step | optimizer}, {}
         if has_heads:  # a gradient of their input; checkpoints only of blocks whose weights are replaced

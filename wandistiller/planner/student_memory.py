@@ -7,15 +7,8 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
+from wandistiller.engine import zero_memory
 from wandistiller.engine.engine_config import EngineConfig
-from wandistiller.engine.zero_memory import (
-    Bytes,
-    ParameterSize,
-    gathered_bytes,
-    one_at_a_time,
-    partition_bytes,
-    round_up,
-)
 from wandistiller.planner.student_network import Network
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.utils.system_memory import PINNED_ROUNDED
@@ -30,7 +23,7 @@ AVERAGE = "moving average"
 @once_for_each
 def student_parts(
     network: Network, experts: int, engine: EngineConfig, ranks: int, *, accelerator: bool, ema: bool = False
-) -> dict[str, Bytes]:
+) -> dict[str, zero_memory.Bytes]:
     """Memory of the student on one rank by name, without activations.
 
     Args:
@@ -47,8 +40,8 @@ def student_parts(
     if ema:
         average = 4 * network.trained_numel // (1 if engine.stage == 0 else ranks)
         on_device = engine.optimizer_on == "none"
-        parts[AVERAGE] = Bytes(device=average) if on_device else Bytes(host=average)
-    return {name: one_at_a_time([part] * experts) for name, part in parts.items()}
+        parts[AVERAGE] = zero_memory.Bytes(device=average) if on_device else zero_memory.Bytes(host=average)
+    return {name: zero_memory.one_at_a_time([part] * experts) for name, part in parts.items()}
 
 
 def cast_bytes(network: Network, engine: EngineConfig) -> int:
@@ -73,25 +66,27 @@ def spread_bytes(network: Network, engine: EngineConfig, ranks: int) -> int:
     """
     if engine.stage not in (1, 2):
         return 0
-    part = round_up(network.trained_numel, 2 * ranks) // ranks
+    part = zero_memory.round_up(network.trained_numel, 2 * ranks) // ranks
     return engine.dtype.itemsize * part * (ranks + 1)
 
 
-def _whole(network: Network, engine: EngineConfig) -> dict[str, Bytes]:
+def _whole(network: Network, engine: EngineConfig) -> dict[str, zero_memory.Bytes]:
     """Memory under stage 0: everything on every rank; below float32 with a copy of the weights."""
     item, numel = engine.dtype.itemsize, network.trained_numel
     masters = ((4 if item < 4 else 0) + optimizer_states(engine)) * numel
     return {
-        WEIGHTS: Bytes(device=item * (numel + network.frozen_numel)),
-        MASTERS: Bytes(device=masters),
-        GRADIENTS: Bytes(transient=item * numel),
+        WEIGHTS: zero_memory.Bytes(device=item * (numel + network.frozen_numel)),
+        MASTERS: zero_memory.Bytes(device=masters),
+        GRADIENTS: zero_memory.Bytes(transient=item * numel),
     }
 
 
-def _flat(network: Network, engine: EngineConfig, ranks: int, accelerator: bool) -> dict[str, Bytes]:
+def _flat(
+    network: Network, engine: EngineConfig, ranks: int, accelerator: bool
+) -> dict[str, zero_memory.Bytes]:
     """Memory under ZeRO-1 and 2: all weights on every rank, of which it updates `part` elements."""
     item, numel, states = engine.dtype.itemsize, network.trained_numel, optimizer_states(engine)
-    part, largest = round_up(numel, 2 * ranks) // ranks, item * max(network.trained.values())
+    part, largest = zero_memory.round_up(numel, 2 * ranks) // ranks, item * max(network.trained.values())
     weights, bucket = item * (part * ranks + network.frozen_numel), bucket_bytes(network, engine)
     # a micro-step's gradients are added to the earlier ones'
     adds = engine.stage == 2 and engine.batch.accumulation > 1
@@ -104,29 +99,33 @@ def _flat(network: Network, engine: EngineConfig, ranks: int, accelerator: bool)
         overlaps = engine.zero.overlap_comm and accelerator
         kept_apart = gradients if overlaps else 0
         return {
-            WEIGHTS: Bytes(device=weights),
-            MASTERS: Bytes(device=(4 + states) * part),
-            GRADIENTS: Bytes(transient=max(gradients + bucket, step) + kept_apart),
+            WEIGHTS: zero_memory.Bytes(device=weights),
+            MASTERS: zero_memory.Bytes(device=(4 + states) * part),
+            GRADIENTS: zero_memory.Bytes(transient=max(gradients + bucket, step) + kept_apart),
         }
     lock = partial(_locked, offload, accelerator)
     transient = bucket + (gradients if engine.stage == 1 else 0)
     return {
-        WEIGHTS: Bytes(device=weights) + lock(item * part),
-        MASTERS: Bytes(host=states * part) + lock(4 * part),
+        WEIGHTS: zero_memory.Bytes(device=weights) + lock(item * part),
+        MASTERS: zero_memory.Bytes(host=states * part) + lock(4 * part),
         GRADIENTS: lock(4 * part) + lock(item * numel // ranks if adds else 0),
-        BUCKETS: Bytes(device=largest, transient=transient) + lock(largest),
+        BUCKETS: zero_memory.Bytes(device=largest, transient=transient) + lock(largest),
     }
 
 
-def _partitioned(network: Network, engine: EngineConfig, ranks: int, accelerator: bool) -> dict[str, Bytes]:
+def _partitioned(
+    network: Network, engine: EngineConfig, ranks: int, accelerator: bool
+) -> dict[str, zero_memory.Bytes]:
     """Memory under ZeRO-3: on each rank a partition of `part` elements, updated in groups."""
     item, states, bucket = engine.dtype.itemsize, optimizer_states(engine), bucket_bytes(network, engine)
-    trained, frozen = ([ParameterSize(name, numel, item) for name, numel in part.items()] for part in network)
+    trained, frozen = (
+        [zero_memory.ParameterSize(name, numel, item) for name, numel in part.items()] for part in network
+    )
     every = [*trained, *frozen]
-    part, all_parts = (partition_bytes(sizes, ranks) // item for sizes in (trained, every))
+    part, all_parts = (zero_memory.partition_bytes(sizes, ranks) // item for sizes in (trained, every))
     group = min(part, engine.zero.sub_group_size)
     reused = engine.zero.max_reuse_distance
-    kept, transient = gathered_bytes(every, engine, ranks, reused)
+    kept, transient = zero_memory.gathered_bytes(every, engine, ranks, reused)
     blocks: Counter[str] = Counter()
     for size in every:
         blocks[block_of(size.name)] += size.part(1)
@@ -134,18 +133,18 @@ def _partitioned(network: Network, engine: EngineConfig, ranks: int, accelerator
     held = (max(blocks.values()) if engine.recompute else blocks.total()) if transient else 0
     in_cpu = min(all_parts, engine.offload("param").get("max_in_cpu", 10**9))
     weights = {
-        "none": Bytes(device=item * all_parts),
+        "none": zero_memory.Bytes(device=item * all_parts),
         "cpu": _locked({}, accelerator, item * all_parts),
-        "nvme": Bytes(host=item * in_cpu, disk=item * all_parts),
+        "nvme": zero_memory.Bytes(host=item * in_cpu, disk=item * all_parts),
     }
     offload = engine.offload("optimizer")
     lock = partial(_locked, offload, accelerator)
     # on NVMe: a group's gradients next to its buffers, until the first step (deepspeed 0.19.8)
     buffers = 4 * group * offload.get("buffer_count", 4)
     masters, gradients = {
-        "none": (Bytes(device=(4 + states) * part), Bytes(device=item * part)),
-        "cpu": (Bytes(host=(4 + states) * part), lock(4 * part) + lock(item * part)),
-        "nvme": (Bytes(4 * group, host=buffers, disk=(8 + states) * part), lock(item * part)),
+        "none": (zero_memory.Bytes(device=(4 + states) * part), zero_memory.Bytes(device=item * part)),
+        "cpu": (zero_memory.Bytes(host=(4 + states) * part), lock(4 * part) + lock(item * part)),
+        "nvme": (zero_memory.Bytes(4 * group, host=buffers, disk=(8 + states) * part), lock(item * part)),
     }[offload["device"]]
     # reduced gradients are there twice, in the bucket and in the order of the ranks; in the step, which comes
     # later, they are flat and in float32
@@ -155,9 +154,9 @@ def _partitioned(network: Network, engine: EngineConfig, ranks: int, accelerator
         WEIGHTS: weights[engine.weights_on],
         MASTERS: masters,
         GRADIENTS: gradients,
-        BUCKETS: Bytes(bucket, transient=max(bucket, later)),
-        GATHERED: Bytes(kept, transient),
-        HELD: Bytes(transient=held),
+        BUCKETS: zero_memory.Bytes(bucket, transient=max(bucket, later)),
+        GATHERED: zero_memory.Bytes(kept, transient),
+        HELD: zero_memory.Bytes(transient=held),
     }
 
 
@@ -166,9 +165,9 @@ def optimizer_states(engine: EngineConfig) -> int:
     return 4 if engine.optimizer in ("lion", "adagrad") else 8
 
 
-def _locked(offload: dict[str, Any], accelerator: bool, n: int) -> Bytes:
+def _locked(offload: dict[str, Any], accelerator: bool, n: int) -> zero_memory.Bytes:
     """CPU memory for n bytes, page-locked where `offload` says so: small pieces come in powers of two."""
     if not accelerator or not offload.get("pin_memory", True):
-        return Bytes(host=n)
+        return zero_memory.Bytes(host=n)
     whole = n if n > PINNED_ROUNDED * 2**20 or not n else 1 << (n - 1).bit_length()
-    return Bytes(host=whole, pinned=whole)
+    return zero_memory.Bytes(host=whole, pinned=whole)

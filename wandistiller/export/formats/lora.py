@@ -12,17 +12,9 @@ from diffusers import WanPipeline
 from torch import Tensor
 
 from wandistiller.experts import Expert
+from wandistiller.export import model_card
 from wandistiller.export.formats.base import ExportFormat
 from wandistiller.export.low_rank import A, Adapter, B, extract
-from wandistiller.export.model_card import (
-    BESIDE,
-    HERE,
-    MADE_FOR,
-    comfy_nodes,
-    few_steps_sentence,
-    joined,
-    write_card,
-)
 from wandistiller.export.output import check_files, check_folder, per_expert, replaced, write_file
 from wandistiller.export.source import Source, WholeModel, arguments, clip, written
 from wandistiller.flow import EULER
@@ -290,7 +282,7 @@ def write_adapter_card(
     """
     facts = source.published
     base = facts.lora_base
-    where = repository or (BESIDE if comfy else HERE)
+    where = repository or (model_card.BESIDE if comfy else model_card.HERE)
     networks = [Expert(name) for name in facts.bases or source.experts]
     calls = loading_lines([f'"{where}", weight_name="{file}"' for file in files], networks)
     text = CARD.format(
@@ -298,12 +290,13 @@ def write_adapter_card(
         **_scheduler(source),
         layers=facts.config.num_layers,
         rank=rank,
-        made_for=MADE_FOR.format(**written(facts), clip=clip(facts)) + few_steps_sentence(facts),
+        made_for=model_card.MADE_FOR.format(**written(facts), clip=clip(facts))
+        + model_card.few_steps_sentence(facts),
         calls="\n".join(calls),
     )
     if comfy:
         model = "low-noise model alone" if networks == [Expert.LOW_NOISE] else "model"
         model = f"the teacher's {model}" if base == facts.teacher_path else f"the {model} of `{base}`"
-        text += f"\nFor ComfyUI put {joined(files)} into `models/loras`, for {model}.\n"
-        text += comfy_nodes(facts, "LoraLoaderModelOnly")
-    write_card(folder, source, "adapter", text)
+        text += f"\nFor ComfyUI put {model_card.joined(files)} into `models/loras`, for {model}.\n"
+        text += model_card.comfy_nodes(facts, "LoraLoaderModelOnly")
+    model_card.write_card(folder, source, "adapter", text)
