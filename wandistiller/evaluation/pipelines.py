@@ -2,10 +2,10 @@
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ from wandistiller.wan.context_parallel import whole_sequences
 from wandistiller.wan.loaded_components import Vae
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.sampling import denoise, pipeline_scheduler
+
+P, R = ParamSpec("P"), TypeVar("R")
 
 
 class DiffusersPipeline:
@@ -60,9 +62,9 @@ class DiffusersPipeline:
         self._folder, self._reader = folder, reader
         self._trained = facts if facts and facts.few_steps else None
         self._own = self._pipeline.scheduler, self._pipeline.config.boundary_ratio
-        self._outside = Stopwatch()
+        self._outside = 0.0  # seconds of a call of `draw`
         for part, method in ((self._pipeline, "encode_prompt"), (self._pipeline.vae, "decode")):
-            self._outside.add(part, method)
+            setattr(part, method, self._timed(getattr(part, method)))
         self.denoising = 0.0
         """Seconds of the last call of `draw` between text encoder and VAE."""
         high, low = self._pipeline.transformer, self._pipeline.transformer_2 or self._pipeline.transformer
@@ -75,11 +77,24 @@ class DiffusersPipeline:
         self._pipeline.scheduler, boundary = self._own
         self._pipeline.register_to_config(boundary_ratio=boundary)
         set_steps(self._pipeline, self._trained, steps, self._folder)
-        self._outside.seconds, start = 0.0, time.monotonic()
+        self._outside, start = 0.0, time.monotonic()
         sampling = replace(self._sampling, steps=steps)
         pixels_BCFHW = draw(self._pipeline, self._folder, samples, seeds, sampling, progress, self._reader)
-        self.denoising = time.monotonic() - start - self._outside.seconds
+        self.denoising = time.monotonic() - start - self._outside
         return pixels_BCFHW
+
+    def _timed(self, method: Callable[P, R]) -> Callable[P, R]:
+        """Return a method whose seconds are outside of denoising."""
+
+        def timed(*args: P.args, **kwargs: P.kwargs) -> R:
+            synchronize()
+            start = time.monotonic()
+            result = method(*args, **kwargs)
+            synchronize()
+            self._outside += time.monotonic() - start
+            return result
+
+        return timed
 
     def velocity(self, batch: State) -> Tensor:
         """Predict v_BCFHW, float32, guidance included."""
@@ -90,27 +105,6 @@ class DiffusersPipeline:
 
     def close(self) -> None:
         """Drop the networks, so that their memory can be freed; here nothing but this object holds them."""
-
-
-class Stopwatch:
-    """Adds up the seconds of calls of methods."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def add(self, owner: Any, name: str) -> None:
-        """Time the calls of the method `name` of `owner` from now on."""
-        method = getattr(owner, name)
-
-        def timed(*given: Any, **more: Any) -> Any:
-            synchronize()
-            start = time.monotonic()
-            result = method(*given, **more)
-            synchronize()
-            self.seconds += time.monotonic() - start
-            return result
-
-        setattr(owner, name, timed)
 
 
 class PlacedTeacher:

@@ -92,7 +92,9 @@ def headline(output: Path, run: Path, lines: Sequence[MetricsLine]) -> list[Figu
     right = _score(evaluated) or _error(evaluated)
     if right and (older := outdated(evaluated, lines)):
         right = right._replace(label=f"{right.label}, {older}")
-    return [right or _loss(lines), *_small(known), _seconds(evaluated) or _not_measured(output)]
+    command = f"wandistiller evaluate --student_path {shlex.quote(str(output / 'student'))}"
+    later = Figure("?", "No evaluation yet", f"when the run is done: {command}")
+    return [right or _loss(lines), *_small(known), _seconds(evaluated) or later]
 
 
 def outdated(evaluated: Evaluated, lines: Sequence[MetricsLine]) -> str:
@@ -165,10 +167,3 @@ def _seconds(evaluated: Evaluated) -> Figure | None:
     student, teacher = (f"{seconds:.3g} s in {n} steps" for seconds, n in zip(both, steps, strict=True))
     detail = f"{student} a sample, teacher {teacher}"
     return Figure(_percent(both[0] / both[1]), "of the teacher's seconds", detail)
-
-
-def _not_measured(output: Path) -> Figure:
-    student = shlex.quote(str(output / "student"))
-    return Figure(
-        "?", "No evaluation yet", f"when the run is done: wandistiller evaluate --student_path {student}"
-    )

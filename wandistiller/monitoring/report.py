@@ -131,7 +131,10 @@ def run_charts(output: Path, lines: list[MetricsLine]) -> dict[str, Chart]:
         charts[key] = Chart(title, unit, [Line(side, points) for side, points in of.items()])
     unit = "squared, over the teacher's squared"
     charts["error_by_sigma"] = Chart("velocity error by sigma", unit, _errors(output, lines), True)
-    charts["importance"] = Chart("importance by block", "velocity error without it", _importance(output))
+    rounds = read_if_exists(output / "importance.json").get("relative_error_without", [])
+    curves = ([(int(block), error) for block, error in errors.items()] for errors in rounds)
+    lines_of_rounds = [Line(f"round {n}", curve) for n, curve in enumerate(curves, 1)]
+    charts["importance"] = Chart("importance by block", "velocity error without it", lines_of_rounds)
     for chart in charts.values():
         chart.lines[:] = [line for line in chart.lines if finite(line.points)]
     return {name: chart for name, chart in charts.items() if chart.lines}
@@ -162,13 +165,6 @@ def _errors(output: Path, lines: list[MetricsLine]) -> list[Line]:
 def _stairs(bands: dict[str, float]) -> list[tuple[float, float]]:
     ends = [(float(end), value) for band, value in bands.items() for end in band.rsplit("-", 1)]
     return sorted(ends, key=lambda point: point[0])
-
-
-def _importance(output: Path) -> list[Line]:
-    """Return the teacher's velocity error without each of its blocks, in the rounds that chose the layers."""
-    rounds = read_if_exists(output / "importance.json").get("relative_error_without", [])
-    curves = ([(int(block), error) for block, error in errors.items()] for errors in rounds)
-    return [Line(f"round {n}", curve) for n, curve in enumerate(curves, 1)]
 
 
 def _metrics(output: Path) -> list[MetricsLine]:

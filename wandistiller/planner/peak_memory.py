@@ -18,10 +18,10 @@ from wandistiller.utils.images import STILLS, WIDEST, tile_size
 from wandistiller.utils.system_memory import FREED_KEPT, PIECES, reserve, room_of_a_rank
 from wandistiller.wan.activation_memory import activation_bytes, call_bytes, compared_bytes
 from wandistiller.wan.components import image_config, image_encoder_of, text_config
-from wandistiller.wan.fake_tensor_memory import text_encoding
+from wandistiller.wan.fake_tensor_memory import coding, text_encoding
 from wandistiller.wan.transformer import count_parameters, numels
 from wandistiller.wan.transformer_config import TransformerConfig
-from wandistiller.wan.vae import PARTS, fitting
+from wandistiller.wan.vae import fitting
 
 MIB = 2**20
 PROCESS = 580 * MIB
@@ -111,9 +111,14 @@ class _Planner:
     def phases(self, coding: bool) -> dict[str, PhasePeak]:
         """The phases in their order; `coding` as in `plan`."""
         j, cast = self.job, student_memory.cast_bytes(self.network, self.job.student_engine)
-        kept, call = self._teachers()
+        kept, call = {}, {}
+        if j.objective.needs_teacher or j.shares_base:
+            kept, call = self._teacher(j.batch.micro, j.swept)
+        call = call if j.objective.needs_teacher else {}  # it may keep weights for others' use alone
         student, gathered, steps = self._student(cast)
-        again, starts = self._read_again(), {}
+        copied = j.bases or j.student.init == "teacher" and not j.start
+        # where each rank reads the teacher's weights for its other networks
+        again, starts = added_parts(j) if copied and not j.shares_base else {}, {}
         between = self.saved(j.student_transformer, j.student_engine, self.samples, recomputes=False)
         sampled = steps["student"] | {ACTIVATIONS: between}  # between forward and backward pass
         for name, other in j.others.items():  # it and the teacher are called beside the student's activations
@@ -153,24 +158,10 @@ class _Planner:
             "export": PhasePeak(self.base | {"a network": exported}),
         }
 
-    def _teachers(self) -> tuple[Parts, Parts]:
-        """Memory that the teacher keeps, for others' use too, and of a call; empty without one."""
-        j = self.job
-        if not (j.objective.needs_teacher or j.shares_base):
-            return {}, {}
-        kept, call = self._teacher(j.batch.micro, j.swept)
-        return kept, call if j.objective.needs_teacher else {}
-
     def _added(self, kept: Parts) -> Parts:
         """Memory of what is added to the teacher's weights as they are read, unless it keeps that."""
         read = added_parts(self.job, once=self.job.teacher.on_one_rank)
         return {use: nbytes for use, nbytes in read.items() if kept and use not in kept}
-
-    def _read_again(self) -> Parts:
-        """The same where each rank reads the teacher's weights for its other networks."""
-        j = self.job
-        copied = j.bases or j.student.init == "teacher" and not j.start
-        return added_parts(j) if copied and not j.shares_base else {}
 
     def _measuring(self) -> Parts:
         """A call of the teacher on whole samples, to measure it at all patches; there is no student yet."""
@@ -324,7 +315,7 @@ class _Planner:
             call: `encode` or `decode`; in tiles if it does not fit whole beside what is `kept`.
         """
         m, held, config = self.machine, total(kept), self.job.folder.vae
-        weights = PARTS[call](config, shape, accelerator=self.gpu).weights
+        weights = coding(call, config, shape, accelerator=self.gpu).weights
         if self.gpu:
             room = m.device_free - reserve(m.device_free, PIECES) - held.device - held.transient - weights
         else:
