@@ -21,6 +21,10 @@ def run(flags: ExportFlags) -> None:
     given = {f.name: v for f in fields(kind) if (v := getattr(flags, f.name, None)) is not None}
     written = kind(**given | {"dtype": getattr(torch, flags.dtype)})
     problems = _foreign_problems(name, flags) + written.problems()
+    if flags.ema is not None and flags.teacher_path:
+        problems.append(
+            problem("command line", "ema", flags.ema, "A whole model has one kind of weights; remove it.")
+        )
     if flags.private and not flags.push_to_hub:
         problems.append("command line: `private` is given without `push_to_hub`. Give both, or remove it.")
     if problems:

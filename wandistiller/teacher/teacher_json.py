@@ -72,8 +72,12 @@ def read_placement(json: DeepSpeedJson, world: int = 1) -> Placement:
     ds["train_micro_batch_size_per_gpu"] = 1  # without an optimizer it means nothing, but DeepSpeed wants one
     if ds.get(BLOCK, {}).pop(SHORT_NAME, None) and not ds[BLOCK]:
         del ds[BLOCK]
+    lines = json.overridden
+    if ds.pop("torch_autocast", {}).get("enabled"):  # its forward pass is not the engine's
+        text = "is not used: a teacher computes in the precision of its weights, `bf16` or `fp16`"
+        lines += (f"`torch_autocast` in {json.where} {text}",)
     complete(ds)
-    return placed_by(EngineConfig(json.where, ds, json.overridden))
+    return placed_by(EngineConfig(json.where, ds, lines))
 
 
 def _block_problems(json: DeepSpeedJson, world: int) -> list[str]:

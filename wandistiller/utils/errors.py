@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -145,7 +146,14 @@ def readable(path: str | Path | None = None) -> Iterator[None]:
         raise ConfigError(f"{path or error.filename}: {why}") from None
 
 
+ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+-]+):/")
+"""Beginning of an address; a Path has one slash of its two."""
+
+
 def folder_problems(key: str, folder: str | Path) -> list[str]:
+    if ADDRESS.match(str(folder)):
+        remedy = "Name a folder of this machine, such as runs/mine, and copy it there afterwards."
+        return [f"`{key}` is {folder}, which is an address. {remedy}"]
     try:
         path = Path(folder).absolute()
         above = next(p for p in (path, *path.parents) if os.path.lexists(p))

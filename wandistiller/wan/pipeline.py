@@ -4,13 +4,13 @@ import math
 import re
 import shlex
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from huggingface_hub import constants
 
 from wandistiller.experts import Expert
-from wandistiller.utils.errors import ConfigError, Place, problem, readable
+from wandistiller.utils.errors import ADDRESS, ConfigError, Place, problem, readable
 from wandistiller.utils.files import digest, fingerprint, read_json
 from wandistiller.wan import checks, components
 from wandistiller.wan.added_lora import AddedLora, MergingReader, added_changes, added_problems
@@ -183,6 +183,9 @@ def open_wan(name: str, weights: bool = False, revision: str | None = None) -> W
         ConfigError: there is no such folder, or it is not a Wan pipeline that can be distilled.
     """
     path, commit = TINY.get(name, Path(name)), None
+    if ADDRESS.match(name):
+        hub_id = "/".join(PurePosixPath(name).parts[2:4])
+        raise ConfigError(f"{name}: is an address. Give the hub id, such as {hub_id}, or a folder here.")
     if not path.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
         path = fetch(name, revision or "main", CONFIG_FILES + WEIGHT_FILES if weights else CONFIG_FILES)
         commit = path.name
