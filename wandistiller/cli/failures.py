@@ -65,7 +65,10 @@ class Failures:
             for_launcher, printed = "\n".join([text, *hints]), "\n".join(hints) if first else ""
         elif refused := system_error(error):
             code, text = STORAGE, f"error: {where}: {_in_words(refused, goes_on=bool(self._job))}"
-        elif _lost_contact(error) and (notice := collectives.watchdog.who_failed()):
+        elif (
+            isinstance(error, DistError)
+            or (isinstance(error, RuntimeError) and LOST_CONTACT.search(str(error)))
+        ) and (notice := collectives.watchdog.who_failed()):
             code, text = notice.code, collectives.watchdog.message(notice)
         else:
             code, text = FAULT, f"{where}: {type(error).__name__}: {error}"
@@ -100,12 +103,6 @@ class Failures:
             return []
         lines = advice(self._job, preparing=current.phase == "prepare")
         return ["What helps:", *(f"  {line}" for line in lines)]
-
-
-def _lost_contact(error: BaseException) -> bool:
-    return isinstance(error, DistError) or (
-        isinstance(error, RuntimeError) and LOST_CONTACT.search(str(error)) is not None
-    )
 
 
 def _in_words(error: OSError, *, goes_on: bool) -> str:

@@ -36,7 +36,10 @@ def report(
     if m.device_free is not None:
         gpus = f"{m.ranks_on_node} x {m.device_free / GIB:.0f} GiB of GPU memory"
     phases, files = plan(job, machine), written(job, accelerator=m.device_free is not None)
-    needed = _needed(job, phases, machine, files, here)
+    *memory, disk = demands(moments(phases), m)
+    swapped = m.ranks_on_node * most(phases).disk
+    disks = disk_demands(job, m, swapped) if here else [disk._replace(need=swapped + files.whole)]
+    needed = [demand for demand in (*memory, *disks) if demand.need]
     recomputed, stored = (f"{n / GIB:.2f} GiB" for n in activations(job, machine))
     as_said, recomputes = " (as its JSON says)", bool(job.student_engine.recompute)
     lines = [
@@ -140,16 +143,6 @@ def cost(seconds: float, machine: Machine, price: float) -> str:
     """The price of so many seconds of a machine, and its GPU-hours."""
     hours = seconds / 3600 * (machine.ranks if machine.device_free is not None else 0)
     return f"{hours * price:.2f}: {hours:.1f} GPU-hours at {price:g}"
-
-
-def _needed(
-    job: Job, phases: dict[str, PhasePeak], machine: Machine, files: DiskUse, here: bool
-) -> list[Demand]:
-    """Return what the run needs of each kind of memory, and of the disks."""
-    *memory, one = demands(moments(phases), machine)
-    swapped = machine.ranks_on_node * most(phases).disk
-    disks = disk_demands(job, machine, swapped) if here else [one._replace(need=swapped + files.whole)]
-    return [d for d in (*memory, *disks) if d.need]
 
 
 def _verdict(job: Job, needed: list[Demand], files: DiskUse) -> list[str]:

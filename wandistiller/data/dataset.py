@@ -281,7 +281,8 @@ class _Index:
     def add_lines(self, name: str) -> None:
         path, line = self._root / name, 1
         if not path.is_file():
-            return self._add_problem(f"{path}: {lines.kind_of(path)}. Take it out, or mend it.")
+            what = "no regular file" if path.exists() else "a link to a file that is not there"
+            return self._add_problem(f"{path}: is {what}. Take it out, or mend it.")
         self._add_file(name)
         with path.open("rb") as stream:
             try:

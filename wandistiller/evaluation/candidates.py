@@ -139,8 +139,13 @@ def read_candidate(
         if of_run := run_problem(Path(name), name):
             raise ConfigError(of_run)
     made = [(facts_beside(Path(one.file)), _facts_of_lora(Path(one.file))) for one in added]
-    if not name:
-        _require_of_teacher(made)
+    for file, facts in () if name else made:  # on its teacher, which is taken
+        if facts.lora and not facts.bases:
+            base = facts.lora_base or f"a student of {facts.config.num_layers} layers"
+            raise ConfigError(
+                f"{file}: its adapters are for {base}, not for {facts.teacher_path}, and no pipeline is "
+                "named. Give that one: `sample` with --model, `evaluate` with --student."
+            )
     of_few_steps = [(file, facts) for file, facts in made if facts.few_steps]
     if name and not of_few_steps:
         where = (Path(name) if Path(name).exists() else open_wan(name).path) / FACTS
@@ -149,21 +154,6 @@ def read_candidate(
         where, facts = (of_few_steps or made)[0]
     facts = _with_places(facts, where.absolute().parents[1 if where.name == FACTS else 0])
     return Candidate(name=name, added=added, facts=facts, where=where, given_teacher=teacher)
-
-
-def _require_of_teacher(made: list[tuple[Path, Facts]]) -> None:
-    """Check that LoRA files are for their teacher, which is taken where no pipeline is named.
-
-    Raises:
-        ConfigError: one is for what its run began with.
-    """
-    for file, facts in made:
-        if facts.lora and not facts.bases:
-            base = facts.lora_base or f"a student of {facts.config.num_layers} layers"
-            raise ConfigError(
-                f"{file}: its adapters are for {base}, not for {facts.teacher_path}, and no pipeline is "
-                "named. Give that one: `sample` with --model, `evaluate` with --student."
-            )
 
 
 def _with_places(facts: Facts, output: Path) -> Facts:

@@ -219,18 +219,15 @@ def clip(facts: Facts) -> str:
     return "images" if facts.num_frames == 1 else f"videos of {facts.num_frames} frames"
 
 
-def is_hub_id(name: str) -> bool:
-    """Return whether `name` is ORGANISATION/MODEL on the hub, and no folder here."""
-    return bool(HUB_ID.fullmatch(name)) and not Path(name).exists()
-
-
 def without_places(value: Any, key: str = "") -> Any:
     """`value`, any JSON, with the last part of each path on this machine; hub ids and prompts stay."""
     if isinstance(value, dict):
         return {name: without_places(one, name) for name, one in value.items()}
     if isinstance(value, list):
         return value if key in TEXTS else [without_places(one, key) for one in value]
-    if not isinstance(value, str) or key == "negative_prompt" or is_hub_id(value):
+    if not isinstance(value, str) or key == "negative_prompt":
+        return value
+    if HUB_ID.fullmatch(value) and not Path(value).exists():
         return value
     path = value.startswith(LOCAL) or key.endswith(("path", "dir", "folder", "file")) or key == "init"
     return Path(value).name if path else value

@@ -1,6 +1,5 @@
 """What reports are made of: line charts as SVG, drawn by matplotlib, and pages as jinja2 templates."""
 
-import importlib.util
 import io
 import math
 from collections.abc import Sequence
@@ -9,8 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-from wandistiller.utils.errors import ConfigError
 
 INCHES = (4.8, 2.6)
 """Small, so that the letters can be read on a phone, whose width a chart fills."""
@@ -49,13 +46,6 @@ class Chart(NamedTuple):
     """Only where all values are above 0."""
     along: str = ""
     """Name of a horizontal axis other than the step, logarithmic."""
-
-
-def require_matplotlib() -> None:
-    """Raise ConfigError if matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        remedy = "Write: pip install 'wandistiller[report]'."
-        raise ConfigError(f"matplotlib, which draws the charts, is missing. {remedy}")
 
 
 def svg(chart: Chart) -> bytes:

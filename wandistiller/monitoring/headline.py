@@ -94,7 +94,12 @@ def headline(output: Path, run: Path, lines: Sequence[MetricsLine]) -> list[Figu
         right = right._replace(label=f"{right.label}, {older}")
     command = f"wandistiller evaluate --student_path {shlex.quote(str(output / 'student'))}"
     later = Figure("?", "No evaluation yet", f"when the run is done: {command}")
-    return [right or _loss(lines), *_small(known), _seconds(evaluated) or later]
+    small = []
+    if both := _sides(known, "parameters"):
+        unit, one = ("B", 1e9) if both[1] >= 1e9 else ("M", 1e6)
+        detail = f"{both[0] / one:.3g} {unit}, teacher {both[1] / one:.3g} {unit}"
+        small = [Figure(_percent(both[0] / both[1]), "of the teacher's parameters", detail)]
+    return [right or _loss(lines), *small, _seconds(evaluated) or later]
 
 
 def outdated(evaluated: Evaluated, lines: Sequence[MetricsLine]) -> str:
@@ -149,14 +154,6 @@ def _loss(lines: Sequence[MetricsLine]) -> Figure:
     steps = f"mean of the last {part} steps; {first:.3g} in the first {part}"
     detail = steps if part > 1 else f"last step; {first:.3g} in the first"
     return Figure(f"{last:.3g}", "loss, not evaluated", detail)
-
-
-def _small(known: Evaluated) -> list[Figure]:
-    if not (both := _sides(known, "parameters")):
-        return []
-    unit, one = ("B", 1e9) if both[1] >= 1e9 else ("M", 1e6)
-    detail = f"{both[0] / one:.3g} {unit}, teacher {both[1] / one:.3g} {unit}"
-    return [Figure(_percent(both[0] / both[1]), "of the teacher's parameters", detail)]
 
 
 def _seconds(evaluated: Evaluated) -> Figure | None:

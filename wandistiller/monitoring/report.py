@@ -2,6 +2,7 @@
 
 import base64
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from wandistiller.config.start import recorded_stages
 from wandistiller.distributed.progress import clock
 from wandistiller.monitoring import environment
 from wandistiller.monitoring.alarms import FILE, HINTS
-from wandistiller.monitoring.charts import Chart, Line, finite, render, require_matplotlib, smooth, svg
+from wandistiller.monitoring.charts import Chart, Line, finite, render, smooth, svg
 from wandistiller.monitoring.headline import SIDES, headline, outdated, read_if_exists
 from wandistiller.monitoring.metrics import SAMPLES, MetricsLine, read_lines
 from wandistiller.utils.errors import ConfigError, readable
@@ -64,7 +65,9 @@ def report(output: Path) -> Path:
     Raises:
         ConfigError: `output` is not the folder of a run or of stages, or matplotlib is not installed.
     """
-    require_matplotlib()
+    if find_spec("matplotlib") is None:
+        remedy = "Write: pip install 'wandistiller[report]'."
+        raise ConfigError(f"matplotlib, which draws the charts, is missing. {remedy}")
     file = output / "report" / "index.html"
     stages = [folder for folder in recorded_stages(output) if (folder / "metrics.jsonl").is_file()]
     runs = {run: _metrics(run) for run in stages or [output]}
@@ -117,7 +120,12 @@ def run_charts(output: Path, lines: list[MetricsLine]) -> dict[str, Chart]:
         values = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
         parts = sorted({name for _, value in values if isinstance(value, dict) for name in value})
         if key == "memory_gib":
-            charts[key] = Chart("memory while training", "GiB of the rank with most", _memory_lines(values))
+            used = [(step, phases["train"]) for step, phases in values if "train" in phases]
+            curves = [
+                Line(name, [(step, max(kinds[kind])) for step, kinds in used if kind in kinds])
+                for kind, name in MEMORY.items()
+            ]
+            charts[key] = Chart("memory while training", "GiB of the rank with most", curves)
         elif parts:
             of = {name: [(step, value[name]) for step, value in values if name in value] for name in parts}
             curves = [Line(name, smooth(points, window)) for name, points in of.items()]
@@ -138,15 +146,6 @@ def run_charts(output: Path, lines: list[MetricsLine]) -> dict[str, Chart]:
     for chart in charts.values():
         chart.lines[:] = [line for line in chart.lines if finite(line.points)]
     return {name: chart for name, chart in charts.items() if chart.lines}
-
-
-def _memory_lines(values: list[tuple[int, dict[str, dict[str, list[float]]]]]) -> list[Line]:
-    """Return a line for each kind of memory: the largest of all ranks while they train."""
-    used = [(step, phases["train"]) for step, phases in values if "train" in phases]
-    return [
-        Line(name, [(step, max(kinds[kind])) for step, kinds in used if kind in kinds])
-        for kind, name in MEMORY.items()
-    ]
 
 
 def _errors(output: Path, lines: list[MetricsLine]) -> list[Line]:

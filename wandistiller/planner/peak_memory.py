@@ -133,6 +133,10 @@ class _Planner:
             freed = total(call)
             steps["student"] |= {FREED: Bytes(host=min(freed.host + freed.transient, FREED_KEPT))}
         numel, weights = numels(j.student_transformer), count_parameters(j.student_transformer)
+        measuring: Parts = {}
+        if j.needs_measuring and self.sharers > 1:  # on whole samples; there is no student yet
+            whole = replace(j, run=replace(j.run, context_parallel=1))
+            _, measuring = teacher_parts(whole, self.machine, self.latent, j.batch.micro)
         held, each = self.base | kept | student, self.network.trained_numel if j.shares_base else weights
         start = Bytes(host=4 * each * len(j.student_experts))
         starts = {"start": {"student's weights in float32": start} | again} | starts
@@ -149,7 +153,7 @@ class _Planner:
                     "loading the teacher": self._added(kept),
                     "optimizer's start": student | {CAST: Bytes(transient=cast)},
                     "calibration": student | call,
-                    "measuring": self._measuring(),
+                    "measuring": measuring,
                 },
             ),
             "train": PhasePeak(held, {"teacher": call | hidden_states(j, self.tokens[0])} | steps),
@@ -162,14 +166,6 @@ class _Planner:
         """Memory of what is added to the teacher's weights as they are read, unless it keeps that."""
         read = added_parts(self.job, once=self.job.teacher.on_one_rank)
         return {use: nbytes for use, nbytes in read.items() if kept and use not in kept}
-
-    def _measuring(self) -> Parts:
-        """A call of the teacher on whole samples, to measure it at all patches; there is no student yet."""
-        j = self.job
-        if not j.needs_measuring or self.sharers == 1:
-            return {}
-        whole = replace(j, run=replace(j.run, context_parallel=1))
-        return teacher_parts(whole, self.machine, self.latent, j.batch.micro)[1]
 
     def _compared(self) -> Parts:
         """Hidden states that are compared, until the student's backward pass."""

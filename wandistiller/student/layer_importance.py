@@ -33,7 +33,9 @@ def importance(
         round has the blocks that stay. Equal on every rank.
     """
     measured, left, rounds = measured or Measured(None), list(range(layers)), []
-    numbers = blocks_left(layers, keep)
+    numbers = [layers]  # of blocks at the start of each round; each of them is left out once in it
+    for to_go in range(min(ROUNDS, layers - keep), 0, -1):
+        numbers.append(numbers[-1] + -(numbers[-1] - keep) // to_go)
     progress = Progress("importance of blocks", (1 + sum(numbers)) * len(batches), "call")
     velocity, same = progress.counting(teacher.velocity), batches_digest(batches)
     targets = []
@@ -60,14 +62,6 @@ def importance(
     return rounds
 
 
-def blocks_left(layers: int, keep: int) -> list[int]:
-    """Return the number of blocks at the start of each round; each of them is left out once in it."""
-    numbers = [layers]
-    for to_go in range(min(ROUNDS, layers - keep), 0, -1):
-        numbers.append(numbers[-1] + -(numbers[-1] - keep) // to_go)
-    return numbers
-
-
 @contextmanager
 def _skipped(teacher: Teacher, blocks: set[int]) -> Iterator[None]:
     """Let hidden states pass these blocks unchanged. What places or fetches weights are hooks, which stay."""
@@ -75,7 +69,7 @@ def _skipped(teacher: Teacher, blocks: set[int]) -> Iterator[None]:
     skipped = [network.blocks[number] for network in networks for number in blocks]
     before = [vars(block).get("forward") for block in skipped]  # compiled blocks have one of their own
     for block in skipped:
-        block.forward = _pass_by
+        block.forward = lambda hidden_states_BSD, *_: hidden_states_BSD
     try:
         yield
     finally:
@@ -83,10 +77,6 @@ def _skipped(teacher: Teacher, blocks: set[int]) -> Iterator[None]:
             del block.forward
             if forward:
                 block.forward = forward
-
-
-def _pass_by(hidden_states_BSD: Tensor, *_: Tensor) -> Tensor:
-    return hidden_states_BSD
 
 
 def write_importance(folder: Path, rounds: list[dict[int, float]], experts: Iterable[Expert]) -> None:

@@ -34,11 +34,6 @@ def shift_key(config: dict[str, Any]) -> str | None:
     return next((key for key in ("flow_shift", "shift") if key in own), None)
 
 
-def with_shift(config: dict[str, Any], shift: float) -> dict[str, Any]:
-    """Return a scheduler_config.json with another shift, under the class's own key."""
-    return config | {shift_key(config): shift}
-
-
 def draws_noise(config: dict[str, Any]) -> bool:
     """Return whether a flow's scheduler adds noise of torch's own generator in a step."""
     scheduler, nothing = scheduler_class(config["_class_name"]).from_config(config), torch.zeros([1] * 5)
