@@ -45,7 +45,6 @@ class AllSamples:
         """Numbers of the samples of each size that occurs, by the size's index."""
 
     def group_of(self, number: int) -> np.ndarray:
-        """Return the numbers of all samples of the same size."""
         return self.groups[int(self._size_of[number])]
 
     def __getitem__(self, number: int) -> Sample:

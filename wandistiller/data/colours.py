@@ -31,7 +31,6 @@ def background_of(name: str) -> RGB:
 
 
 def background_problems(name: str) -> list[str]:
-    """List the problem of a background that is no colour."""
     try:
         background_of(name)
     except ValueError:

@@ -58,7 +58,6 @@ class Meeting:
         return store
 
     def _missing(self, met: Store) -> list[int]:
-        """Return the ranks that have not come."""
         ranks = range(self.world)
         return [] if met.check([f"{r}" for r in ranks]) else [r for r in ranks if not met.check([f"{r}"])]
 
@@ -89,7 +88,6 @@ class Meeting:
         return dist.PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
     def _answers(self) -> bool:
-        """Return whether a program listens at the address."""
         with suppress(OSError), socket.create_connection((self.host, self.port), timeout=1):
             return True
         return False

@@ -14,14 +14,7 @@ from wandistiller.checkpoint import manifest
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.config.start import recorded_stages
 from wandistiller.experts import Expert, expert_at
-from wandistiller.export.source import (
-    Source,
-    arguments,
-    clip,
-    sampler_in_words,
-    without_places,
-    written,
-)
+from wandistiller.export.source import Source, arguments, clip, sampler_in_words, without_places, written
 from wandistiller.flow import RENOISE, FlowSchedule
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json, write_json
@@ -117,7 +110,6 @@ def fewer_steps(shift: float, steps: int) -> dict[str, float | None]:
 
 
 def joined(files: list[str]) -> str:
-    """File names in a sentence."""
     return " and ".join(f"`{file}`" for file in files)
 
 

@@ -113,7 +113,6 @@ class Source(NamedTuple):
         return model
 
     def fill_adapters(self, name: str, model: nn.Module) -> None:
-        """Copy one expert's adapters into a model with some of the same kind."""
         for parameter, value in loading.read_weights(self.folder, Expert(name), self.facts.averaged):
             if is_adapter(parameter):
                 model.get_parameter(parameter).data.copy_(value)
@@ -198,7 +197,6 @@ def read_source(
 
 
 def sampler_in_words(facts: Facts) -> str:
-    """Say how a student of few steps samples."""
     renoise = facts.sampler == RENOISE
     return "by noising its clean latents again (LCM)" if renoise else "by Euler's method"
 

@@ -73,7 +73,6 @@ def lora_problems(lora: Lora, frozen: list[str] | None, config: TransformerConfi
 
 
 def target_layers(lora: Lora, config: TransformerConfig) -> list[str]:
-    """List the linear layers of a network that get an adapter."""
     return [n for n in linear_layers(transformer.meta_transformer(config)) if any_names(lora.targets, n)]
 
 

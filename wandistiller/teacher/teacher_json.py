@@ -19,7 +19,7 @@ from wandistiller.utils.validation import Text, check
 TEACHER_REFUSES = {
     # deepspeed 0.19.8 makes its groups once in a process and stops at the second expert's, or at initialize
     "zero_hpz_partition_size": "A frozen teacher needs no second part: remove it, and write "
-    '"wandistiller": {"shards": "node"}, which keeps all its weights within a node.',
+    '"wandistiller": {"shards": "node"}, which keeps all its weights within a node.'
 } | dict.fromkeys(
     ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "legacy_stage1", "zenflow"), INSTEAD
 )

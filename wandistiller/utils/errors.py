@@ -63,12 +63,10 @@ class Problem(str):
         return self.parts[2]
 
     def at(self, where: str) -> "Problem":
-        """Return the problem with another place."""
         text, _, key, stage = self.parts
         return Problem(text, where, key, stage)
 
     def in_stage(self, stage: str) -> "Problem":
-        """Return the problem as one of a stage."""
         return Problem(*self.parts[:3], stage)
 
 
@@ -127,7 +125,6 @@ def nearest(word: object, known: Iterable[str]) -> str:
 
 
 def closest(word: object, known: Iterable[str]) -> str | None:
-    """Return the known word nearest to `word`, if one is near."""
     near = get_close_matches(word, list(known), n=1, cutoff=0.5) if isinstance(word, str) else []
     return near[0] if near else None
 

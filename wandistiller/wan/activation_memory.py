@@ -59,7 +59,6 @@ class Live(TorchDispatchMode):
 
 
 def storages(tensors: Any) -> list[torch.UntypedStorage]:
-    """Return the storage of each tensor in a nested structure."""
     return [t.untyped_storage() for t in tree_leaves(tensors) if isinstance(t, Tensor)]
 
 

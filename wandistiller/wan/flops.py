@@ -47,7 +47,6 @@ class Flops(NamedTuple):
 
 
 def forward_flops(config: TransformerConfig, latent: Latent) -> int:
-    """Return the operations of a forward pass over one sample."""
     return count_flops(config, latent).forward
 
 

@@ -72,7 +72,6 @@ class LoraKey(NamedTuple):
 
 
 def lora_key(key: str) -> LoraKey:
-    """Return what a key is of."""
     if not (found := KEY.fullmatch(key)):
         return LoraKey("", "")
     name = found["layer"]

@@ -275,7 +275,6 @@ def _read(folder: Path, name: str, file: str) -> components.PartConfig:
 
 
 def usual_for(folder: WanFolder) -> Usual:
-    """Return the usual sampling settings of the teacher in `folder`."""
     if folder.is_tiny:
         return EMBEDDED if folder.path == TINY["tiny"] else EMBEDDED_VIDEO
     if folder.boundary is None:

@@ -110,7 +110,6 @@ def _images(facts: Facts) -> str:
 
 
 def write_pipeline_card(folder: Path, source: Source, repository: str) -> None:
-    """Write README.md of a pipeline."""
     facts, save = source.published, SAVE_IMAGE
     if facts.num_frames > 1:
         save = SAVE_VIDEO.format(fps=source.recipe.get("video_fps", 16))

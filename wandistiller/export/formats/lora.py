@@ -214,7 +214,6 @@ def _trained(source: Source, name: str) -> Adapter:
 
 
 def _changes(adapter: Adapter) -> dict[str, LowRank]:
-    """Return what an adapter changes of each layer."""
     layers = [key.removesuffix(A) for key in adapter.state if key.endswith(A)]
     return {n: LowRank(adapter.state[n + A], adapter.state[n + B] * adapter.factor(n)) for n in layers}
 
