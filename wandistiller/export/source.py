@@ -85,7 +85,17 @@ class Source(NamedTuple):
 
     def finished(self, name: str, dtype: torch.dtype) -> WanTransformer3DModel:
         """One expert, LoRA fused, in `dtype` except where diffusers keeps float32."""
-        return self._fused(name, dtype) if self.facts.lora else self.network(name, dtype)
+        if not self.facts.lora:
+            return self.network(name, dtype)
+        adapters, model = self.adapters(name), transformer.meta_transformer(self.facts.config)
+        layers = {layer: module for layer, module in adapters.named_modules() if hasattr(module, "lora_A")}
+        with torch.no_grad():
+            for parameter, value in self._beside_adapters(name):  # one after the other, in float32
+                if (layer := parameter.removesuffix(".weight")) in layers:
+                    value = value + layers[layer].get_delta_weight("default")
+                cast = value.to(transformer.parameter_dtype(parameter, dtype), copy=True)
+                transformer.set_parameter(model, parameter, cast)
+        return model
 
     def network(self, name: str, dtype: torch.dtype = torch.float32) -> WanTransformer3DModel:
         """One expert as it was trained, on the CPU, without feature matching's projections; no adapters.
@@ -116,18 +126,6 @@ class Source(NamedTuple):
         for parameter, value in loading.read_weights(self.folder, Expert(name), self.facts.averaged):
             if is_adapter(parameter):
                 model.get_parameter(parameter).data.copy_(value)
-
-    def _fused(self, name: str, dtype: torch.dtype) -> WanTransformer3DModel:
-        """Add the adapters to the other weights, one after the other, in float32."""
-        adapters, model = self.adapters(name), transformer.meta_transformer(self.facts.config)
-        layers = {layer: module for layer, module in adapters.named_modules() if hasattr(module, "lora_A")}
-        with torch.no_grad():
-            for parameter, value in self._beside_adapters(name):
-                if (layer := parameter.removesuffix(".weight")) in layers:
-                    value = value + layers[layer].get_delta_weight("default")
-                cast = value.to(transformer.parameter_dtype(parameter, dtype), copy=True)
-                transformer.set_parameter(model, parameter, cast)
-        return model
 
     def _beside_adapters(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Yield name and value of all other weights, float32: the teacher's, or the checkpoint's."""

@@ -96,9 +96,6 @@ class HealthChecks:
             value = self._grown(limit) if limit.grows else self._surely(limit.number, step)
             if value > limit.most:
                 yield limit.alarm, limit.text.format(value=value, most=limit.most, window=WINDOW)
-        yield from self._jump(grad_norm)
-
-    def _jump(self, grad_norm: float | None) -> Iterator[Alarm]:
         if grad_norm is None:
             return
         usual = median(self._norms) if len(self._norms) >= 2 * WINDOW else 0.0

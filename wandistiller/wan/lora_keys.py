@@ -14,14 +14,14 @@ PREFIX = re.compile(
 )
 """What stands before a layer's name: peft; diffusers, DiffSynth, kohya and VideoX-Fun, LyCORIS, ComfyUI."""
 A, B, ALPHA, DIFFERENCE = "a", "b", "alpha", "difference"
-PARTS = {
+ENDINGS = {
     A: r"(?:lora_A(?:\.[^.]+)?|lora[._]down)\.weight",
     B: r"(?:lora_B(?:\.[^.]+)?|lora[._]up)\.weight",
     ALPHA: "alpha",
     DIFFERENCE: "diff",
 }
 """Parts of a layer's change, and their endings; peft has its adapter's name in them."""
-KEY = re.compile(rf"(?P<layer>.+)\.(?:{'|'.join(f'(?P<{part}>{end})' for part, end in PARTS.items())})")
+KEY = re.compile(rf"(?P<layer>.+)\.(?:{'|'.join(f'(?P<{part}>{end})' for part, end in ENDINGS.items())})")
 OTHER_METHODS = {
     "DoRA": re.compile("dora_scale|lora_magnitude_vector"),
     "LoKr": re.compile("lokr_"),
@@ -68,7 +68,7 @@ class LoraKey(NamedTuple):
     layer: str
     """A linear layer by diffusers' name; empty: it is none of a Wan transformer's."""
     part: str
-    """Of `PARTS`; empty: unknown."""
+    """Of `ENDINGS`; empty: unknown."""
 
 
 def lora_key(key: str) -> LoraKey:

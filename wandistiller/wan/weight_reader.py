@@ -16,7 +16,7 @@ from wandistiller.utils.files import PARTIAL, in_its_place, read_json
 AGAIN = "Fetch this file again, with `hf download`; in a clone, with `git lfs pull`."
 PICKLE = (b"PK\x03\x04", b"\x80\x02")
 """Beginnings of what torch.save writes."""
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 SAVED_AGAIN = "If you trust its source, load it with diffusers or transformers and write `save_pretrained`."
 NOT_READ = f"pickles (.bin) are not read, as they can run code. {SAVED_AGAIN}"
 
@@ -46,8 +46,8 @@ def cure(file: Path) -> str | None:
 
 def missing(file: Path) -> str:
     """Say that the weights `file` are missing, and what lies in their folder instead."""
-    there = sorted(f.name for f in file.parent.glob("*") if f.name.endswith(WEIGHTS))
-    if pickles := [name for name in there if not name.endswith(WEIGHTS[0])]:
+    there = sorted(f.name for f in file.parent.glob("*") if f.name.endswith(SUFFIXES))
+    if pickles := [name for name in there if not name.endswith(SUFFIXES[0])]:
         return f"there is no such file, but {pickles[0]}, and {NOT_READ}"
     if there and "-of-" not in file.name:
         return (
@@ -234,15 +234,11 @@ def require_sound(model: nn.Module, folder: Path) -> None:
 
 def _weight_map(index: Path) -> dict[str, str]:
     """File name by tensor."""
-    files = read_json(index).get("weight_map")
-    if (
-        files
-        and isinstance(files, dict)
-        and all(isinstance(f, str) and Path(f).name == f for f in files.values())
-    ):
-        return files
-    remedy = "must name a file of its folder for each tensor."
-    raise ConfigError(f"{index}: `weight_map` {remedy} {AGAIN}")
+    names = read_json(index).get("weight_map")
+    files = names.values() if isinstance(names, dict) else ()
+    if not files or not all(isinstance(file, str) and Path(file).name == file for file in files):
+        raise ConfigError(f"{index}: `weight_map` must name a file of its folder for each tensor. {AGAIN}")
+    return names
 
 
 def _index_problems(
