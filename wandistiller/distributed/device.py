@@ -30,11 +30,6 @@ def version() -> str:
     return torch.version.hip or torch.version.cuda or ""
 
 
-def is_untried() -> bool:
-    """Return whether nothing of this package has ever run on this kind of device."""
-    return title() not in ("CPU", "CUDA")
-
-
 def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 

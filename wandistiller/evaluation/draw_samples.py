@@ -243,7 +243,13 @@ def sample(
         one = [Sample(items[i], size)]
         video_CFHW = draw(pipeline, folder, one, [seed + i], sampling, progress, reader)[0]
         if counts:
-            file = _write(video_CFHW, output / f"{i:04d}", folder.fps)
+            frames = [to_pil(frame_CHW) for frame_CHW in video_CFHW.unbind(1)]
+            file = output / f"{i:04d}{'.png' if len(frames) == 1 else '.mp4'}"
+            with atomic(file) as temporary:
+                if len(frames) == 1:
+                    frames[0].save(temporary, format="PNG")
+                else:
+                    write_mp4(temporary, lambda frames=frames: frames, folder.fps)
             drawn[i] = file, video_CFHW[:, video_CFHW.shape[1] // 2].clone()
     for of_rank in collectives.gather_objects(drawn):
         drawn |= of_rank
@@ -295,14 +301,3 @@ def sampling_problems(folder: WanFolder, sampling: Sampling) -> list[str]:
         remedy = "MP4 files need: pip install av."
         problems.append(problem(folder.name, "num_frames", sampling.num_frames, remedy))
     return problems
-
-
-def _write(video_CFHW: Tensor, stem: Path, fps: int) -> Path:
-    frames = [to_pil(frame_CHW) for frame_CHW in video_CFHW.unbind(1)]
-    file = stem.with_suffix(".png" if len(frames) == 1 else ".mp4")
-    with atomic(file) as temporary:
-        if len(frames) == 1:
-            frames[0].save(temporary, format="PNG")
-        else:
-            write_mp4(temporary, lambda: frames, fps)
-    return file

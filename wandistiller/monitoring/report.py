@@ -85,18 +85,15 @@ def report(output: Path) -> Path:
 
 
 def _of_run(output: Path, lines: list[MetricsLine]) -> dict[str, Any]:
-    alarms: list[tuple[str, str]] = []
-    hints: list[tuple[str, str]] = []
-    for entry in read_lines(output / FILE):
-        (hints if entry["kind"] in HINTS else alarms).append((f"step {entry['step']}", entry["alarm"]))
+    entries = [(e["kind"] in HINTS, f"step {e['step']}", e["alarm"]) for e in read_lines(output / FILE)]
     return {
         "stage": output.name.partition("_"),
         "summary": _summary(output, lines),
-        "alarms": alarms,
+        "alarms": [alarm for is_hint, *alarm in entries if not is_hint],
         "samples": _samples(output),
         "evaluation": _evaluation(output, lines),
         "charts": [(c.title, _address(svg(c), "image/svg+xml")) for c in run_charts(output, lines).values()],
-        "hints": hints,
+        "hints": [alarm for is_hint, *alarm in entries if is_hint],
         "memory": _memory_by_phase(output),
     } | _of_start(output)
 

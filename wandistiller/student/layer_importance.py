@@ -14,7 +14,7 @@ from wandistiller.distributed.progress import Progress
 from wandistiller.experts import Expert
 from wandistiller.student.calibration import velocity_error
 from wandistiller.teacher.base import Teacher, local_modules
-from wandistiller.utils.files import atomic, digest, write_json
+from wandistiller.utils.files import digest, write_json
 
 ROUNDS = 8
 
@@ -80,16 +80,7 @@ def _skipped(teacher: Teacher, blocks: set[int]) -> Iterator[None]:
 
 
 def write_importance(folder: Path, rounds: list[dict[int, float]], experts: Iterable[Expert]) -> None:
-    """Write importance.json, which `wandistiller report` charts, and importance.md into `folder`."""
+    """Write importance.json, which `wandistiller report` charts, into `folder`."""
     kept = list(rounds[-1])
     measured = {"experts": [e.value for e in experts], "relative_error_without": rounds, "kept": kept}
     write_json(folder / "importance.json", measured)
-    table = [[" block ", *(f" round {n + 1} " for n in range(len(rounds))), " kept "]]
-    table.append(["---"] * len(table[0]))
-    for i in rounds[0]:
-        errors = (f" {r[i]:.4f} " if i in r else " " for r in rounds)
-        table.append([f" {i} ", *errors, " yes " if i in kept else " no "])
-    title = "Relative velocity error of the teacher without a block and all those dropped in earlier rounds"
-    lines = [f"{title}, on cached samples.", "", *(f"|{'|'.join(cells)}|" for cells in table)]
-    with atomic(folder / "importance.md") as temporary:
-        temporary.write_text("\n".join(lines) + "\n")

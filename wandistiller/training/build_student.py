@@ -197,7 +197,7 @@ def _important(job: Job, teacher: Teacher, batches: list[Batch], measured: Measu
     layers, keep = job.folder.config.num_layers, job.student_transformer.num_layers
     rounds = importance(teacher, [b for b in batches if b.expert in experts], layers, keep, measured)
     kept = list(rounds[-1])
-    collectives.log0("kept      layers %s of %d; see %s", kept, layers, job.output / "importance.md")
+    collectives.log0("kept      layers %s of %d; see %s", kept, layers, job.output / "importance.json")
     if collectives.rank() == 0:
         write_importance(job.output, rounds, (e for e in Expert if e in experts))
     return kept
