@@ -47,6 +47,7 @@ class Failures:
         """Print and log the error, notify the launcher and the other ranks; return the exit code."""
         printed, for_launcher, first = None, None, collectives.rank() == 0
         where = f"rank {collectives.rank()}, {current.activity}"
+        lost = isinstance(error, RuntimeError) and LOST_CONTACT.search(str(error))
         if isinstance(error, Problems):
             code, text = CODES[type(error)], "\n".join(f"error: {p}" for p in error.problems)
             # the other ranks found the same, or rank 0's watchdog prints it
@@ -65,10 +66,7 @@ class Failures:
             for_launcher, printed = "\n".join([text, *hints]), "\n".join(hints) if first else ""
         elif refused := system_error(error):
             code, text = STORAGE, f"error: {where}: {_in_words(refused, goes_on=bool(self._job))}"
-        elif (
-            isinstance(error, DistError)
-            or (isinstance(error, RuntimeError) and LOST_CONTACT.search(str(error)))
-        ) and (notice := collectives.watchdog.who_failed()):
+        elif (lost or isinstance(error, DistError)) and (notice := collectives.watchdog.who_failed()):
             code, text = notice.code, collectives.watchdog.message(notice)
         else:
             code, text = FAULT, f"{where}: {type(error).__name__}: {error}"

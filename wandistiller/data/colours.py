@@ -110,8 +110,8 @@ def _transform(profile: bytes) -> tuple[str, ImageCms.ImageCmsTransform | None]:
     try:
         source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         mode, srgb = MODE_OF[source.profile.xcolor_space], ImageCms.createProfile("sRGB")
-        how = ImageCms.Intent.RELATIVE_COLORIMETRIC, ImageCms.Flags.BLACKPOINTCOMPENSATION
-        return mode, ImageCms.buildTransform(source, srgb, mode, "RGB", *how)
+        intent, flags = ImageCms.Intent.RELATIVE_COLORIMETRIC, ImageCms.Flags.BLACKPOINTCOMPENSATION
+        return mode, ImageCms.buildTransform(source, srgb, mode, "RGB", intent, flags)
     except (ImageCms.PyCMSError, LookupError, OSError, ValueError, TypeError) as error:
         text = "media     a colour profile cannot be used, its pictures are taken as sRGB: %s"
         collectives.log0(text, (str(error) or repr(error)).splitlines()[0])

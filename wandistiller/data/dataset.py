@@ -170,11 +170,9 @@ def read_dataset(data_path: str, *, thumbnails: bool = True, first_frames: bool 
         more = index.wrong - len(index.problems)
         raise ConfigError(*index.problems, *([f"{data_path}: {more} more are wrong."] if more else []))
     if not index.hashes:
-        known = (
-            f"has a prompt, but an ending that is not known. Known ones: {', '.join(sorted(lines.MEDIA))}."
-        )
+        known = f"an ending that is not known. Known ones: {', '.join(sorted(lines.MEDIA))}."
         none = f"{data_path}: no prompt in it. Write one prompt a line{lines.tables_in(path)}."
-        raise ConfigError(f"{index.unknown[0]}: {known}" if index.unknown else none)
+        raise ConfigError(f"{index.unknown[0]}: has a prompt, but {known}" if index.unknown else none)
     return PromptDataset(index.read, index.kinds, index.hashes, index.unknown, index.thumbnails, index.unused)
 
 

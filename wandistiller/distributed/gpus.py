@@ -32,9 +32,7 @@ def take_gpu() -> None:
     except RuntimeError as error:  # NVML counts GPUs that CUDA cannot use
         reason = str(error).strip().splitlines()[0]
         made_for = f"torch {torch.__version__} is built for {device.title()} {device.version()}"
-        remedy = (
-            "Update the driver (nvidia-smi), or install a torch for it (https://pytorch.org/get-started)."
-        )
+        remedy = "Update the driver, or install a torch for it (https://pytorch.org/get-started)."
         raise ConfigError(f"{device.title()} does not start: {reason}. {made_for}. {remedy}") from None
 
 

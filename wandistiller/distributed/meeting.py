@@ -81,8 +81,8 @@ class Meeting:
         is_own = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         if not is_own:
             self._wait(self._answers, MEETING_TIMEOUT, lambda: [0])
-        how = {"wait_for_workers": False, "multi_tenant": True}
-        store = TCPStore(self.host, self.port, self.world, is_own, CONNECT_TIMEOUT, **how)
+        place = self.host, self.port, self.world, is_own, CONNECT_TIMEOUT
+        store = TCPStore(*place, wait_for_workers=False, multi_tenant=True)
         os.environ["MASTER_PORT"] = f"{store.port}"
         # torchrun's keeps what ranks wrote before `--max_restarts` started them again (torch 2.13)
         return dist.PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)

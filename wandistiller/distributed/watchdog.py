@@ -160,7 +160,9 @@ class Watchdog:
             try:
                 if time.monotonic() - beaten >= HEARTBEAT_SECONDS:
                     beaten = time.monotonic()
-                    self._write_heartbeat()
+                    beat = {"activity": current.activity, "progress": current.heartbeats, "at": beaten}
+                    beat |= {"pid": os.getpid(), "host": platform.node(), "stops": stopping.reason}
+                    self._store.set(f"beat/{self.rank}", json.dumps(beat))
                     self._read_heartbeats()
                 notice = self._first_notice() or self._lost_or_hung()
                 self._unanswered = 0
@@ -168,17 +170,6 @@ class Watchdog:
                 notice = self._lost(0)
             if notice and not self._ended.wait(GRACE_SECONDS):
                 self._end(notice)
-
-    def _write_heartbeat(self) -> None:
-        beat = {
-            "activity": current.activity,
-            "progress": current.heartbeats,
-            "pid": os.getpid(),
-            "host": platform.node(),
-            "at": time.monotonic(),
-            "stops": stopping.reason,
-        }
-        self._store.set(f"beat/{self.rank}", json.dumps(beat))
 
     def _read_heartbeats(self) -> None:
         """Read all ranks' on rank 0; on the others rank 0's, which is enough to name it."""

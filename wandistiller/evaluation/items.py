@@ -40,10 +40,8 @@ def read_items(
         raise ConfigError(problem("command line", "last_image", last_images[0], "Give `image` too."))
     if not any(first):
         return items
-    if own := next((item.begins_with for item in items if item.begins_with), None):
-        remedy = (
-            f"{words[0]} has images of its own, such as {own}. Leave this flag out, or give prompts alone."
-        )
+    if there := next((item.begins_with for item in items if item.begins_with), None):
+        remedy = f"{words[0]} has images of its own, such as {there}. Leave this out, or give prompts alone."
         raise ConfigError(problem("command line", "image", images[0], remedy))
     return [PromptItem(i.prompt, None, *ends) for i, *ends in zip(items, first, last, strict=True)]
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,10 @@ def licence(teacher: WanFolder | None, hub_id: str) -> dict[str, str]:
     """
     if teacher and teacher.is_tiny:
         return {"license": "apache-2.0"}  # as all that comes with this package
-    card = _read_front_matter(teacher.path / "README.md") if teacher else {}
+    card: dict[str, Any] = {}
+    if teacher and (file := teacher.path / "README.md").is_file():
+        with suppress(ValueError, yaml.YAMLError):  # a mistake in the teacher's card
+            card = metadata_load(file) or {}
     keys = ("license", "license_name", "license_link")
     known = {key: card[key] for key in keys if isinstance(card.get(key), str)}
     if known.setdefault("license", "other") == "other":
@@ -188,13 +192,6 @@ def licence(teacher: WanFolder | None, hub_id: str) -> dict[str, str]:
     if hub_id and "://" not in (link := known.get("license_link", "://")):
         known["license_link"] = f"{HUB}/{hub_id}/blob/main/{link}"
     return known
-
-
-def _read_front_matter(card: Path) -> dict[str, Any]:
-    try:
-        return card.is_file() and metadata_load(card) or {}
-    except (ValueError, yaml.YAMLError):  # a mistake in the teacher's card
-        return {}
 
 
 def _evaluation(run: Path, source: Source) -> str:

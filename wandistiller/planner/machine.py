@@ -88,9 +88,8 @@ def memory_line(rank: int, root: Path = Path("/")) -> str:
         with suppress(RuntimeError):  # CUDA itself does not start
             held, (free, total) = held_memory(), memory_size()
             numbers = {"allocated": held.allocated, "reserved": held.reserved, "in all": total, "free": free}
-            gpu = (
-                f"GPU {local_rank()}: {', '.join(f'{n / GIB:.2f} GiB {word}' for word, n in numbers.items())}"
-            )
+            listed = ", ".join(f"{n / GIB:.2f} GiB {word}" for word, n in numbers.items())
+            gpu = f"GPU {local_rank()}: {listed}"
     own, system = read_sizes(root / "proc/self/status"), read_sizes(root / "proc/meminfo")
     limits = [f"{n / GIB:.2f} GiB ({where})" for n, where in memory_limits(root) if n < system["MemTotal"]]
     parts = [

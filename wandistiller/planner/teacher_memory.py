@@ -58,8 +58,8 @@ def teacher_parts(
     weights = teacher_bytes(job.teachers_folder, placement, placement.sharers(machine.topology))
     batch = samples * max(1, job.branches // placement.guidance_passes)
     on_gpu = gpu and not placement.on_cpu
-    how = {"accelerator": on_gpu, "sharers": sharers_of_a_call(job)}
-    peak, waiting = call_bytes(job.folder.config, engine, latent, batch, **how)
+    sharers = sharers_of_a_call(job)
+    peak, waiting = call_bytes(job.folder.config, engine, latent, batch, accelerator=on_gpu, sharers=sharers)
     activations = peak + (together - 1) * waiting
     each = [_on_the_way(config, placement) for config in job.teachers_folder.configs.values()]
     unpacked, behind = map(max, zip(*each, strict=True))

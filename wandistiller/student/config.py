@@ -144,10 +144,8 @@ def _shape_problems(
         old, new = teacher.attention_head_dim, config.attention_head_dim
         if not (problems or fits_rope(old, new)):
             fitting = [n for n in range(2, old + 1, 2) if fits_rope(old, n)]
-            remedy = (
-                "Rope's split of it among time, height and width is no part of the teacher's. Write one of"
-            )
-            problems.append(problem(where, "attention_head_dim", new, f"{remedy} {fitting}."))
+            text = "Rope's split of it among time, height and width is no part of the teacher's."
+            problems.append(problem(where, "attention_head_dim", new, f"{text} Write one of {fitting}."))
         heads_of = attrgetter("num_attention_heads", "attention_head_dim")
         if heads_of(config) != heads_of(teacher) and not teacher.cross_attn_norm:
             remedy = "Only teachers with it can be made narrower; leave the heads alone."

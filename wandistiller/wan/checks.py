@@ -167,10 +167,9 @@ def _loaded_tokenizer_problems(folder: Path) -> list[str]:
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         return [f"{folder}: it cannot be read: {why}. Fetch the folder again."]
     vocabulary = components.umt5_config(components.text_config(folder.parent)).vocab_size
-    fits = int(tokens.input_ids.max()) < vocabulary
-    return (
-        [] if fits else [f"{folder}: it has more tokens than the text encoder, {vocabulary}. Give its own."]
-    )
+    if int(tokens.input_ids.max()) < vocabulary:
+        return []
+    return [f"{folder}: it has more tokens than the text encoder, {vocabulary}. Give its own."]
 
 
 def weight_problems(folder: Path, model: nn.Module, stem: str = DIFFUSERS_STEM) -> list[str]:

@@ -99,14 +99,11 @@ def _why_not(error: Exception, hub_id: str, revision: str, files: list[str]) -> 
         elsewhere = fetch_elsewhere(hub_id, revision, weights=files != CONFIG_FILES)
         return f"{lacking}, and {cause}. {elsewhere}"
     if isinstance(error, errors.GatedRepoError):
-        return (
-            f"that hub id is gated. Accept its terms at {endpoint}/{hub_id} and put your token into HF_TOKEN."
-        )
+        terms = f"Accept its terms at {endpoint}/{hub_id}"
+        return f"that hub id is gated. {terms} and put your token into HF_TOKEN."
     if isinstance(error, errors.RepositoryNotFoundError):
-        return (
-            "there is no such hub id, or it is private. Fix the name, or put a token that may read it into "
-            "HF_TOKEN."
-        )
+        remedy = "Fix the name, or put a token that may read it into HF_TOKEN."
+        return f"there is no such hub id, or it is private. {remedy}"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"that hub id has no revision `{revision}`. Give one of its branches, tags or commits."
     return f"the hub refused it: {(str(error).strip() or type(error).__name__).splitlines()[0]}"

@@ -29,15 +29,15 @@ Pipeline = WanPipeline | WanImageToVideoPipeline
 """The stock pipelines of all Wans here."""
 
 
-def load_text_encoder(folder: Path, dtype: torch.dtype, **more: Any) -> UMT5EncoderModel:
+def load_text_encoder(folder: Path, dtype: torch.dtype, **options: Any) -> UMT5EncoderModel:
     """Load the text encoder in `folder` from its safetensors, with further arguments of `from_pretrained`.
 
     Raises:
         ConfigError: weights that cannot be right.
     """
     config = components.umt5_config(read_json(folder / "config.json"))
-    more |= {"config": config, "use_safetensors": True, "trust_remote_code": False}
-    model = UMT5EncoderModel.from_pretrained(folder, dtype=dtype, **more).eval()
+    options |= {"config": config, "use_safetensors": True, "trust_remote_code": False}
+    model = UMT5EncoderModel.from_pretrained(folder, dtype=dtype, **options).eval()
     require_sound(model, folder)
     return model
 
@@ -75,9 +75,9 @@ def load_pipeline(wan: WanFolder, dtype: torch.dtype) -> Pipeline:
     """
     folder, added, index = wan.path, wan.added, read_json(wan.path / "model_index.json")
     config = read_json(folder / "scheduler" / "scheduler_config.json")
-    given = {"dtype": dtype, "use_safetensors": True}
+    options = {"dtype": dtype, "use_safetensors": True}
     experts = {
-        part: WanTransformer3DModel.from_pretrained(folder / part, **given).eval()
+        part: WanTransformer3DModel.from_pretrained(folder / part, **options).eval()
         for part in ("transformer", "transformer_2")
         if not components.unused(index.get(part)) and Expert(part) in wan.configs
     }

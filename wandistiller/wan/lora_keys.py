@@ -94,11 +94,7 @@ def other_method(key: str) -> str:
 
 def left_out_words(keys: list[str]) -> str:
     """Say that keys of a file are left out, and how many of which kind."""
-    kinds = Counter(
-        next((kind for kind, has in KINDS.items() if re.search(has, key)), "others") for key in keys
-    )
-    listed = ", ".join(f"{kind} {number}" for kind, number in sorted(kinds.items()))
-    return (
-        f"{len(keys)} of its keys change no weight of a linear layer that is here and are left out, such as "
-        f"{keys[0]} ({listed})"
-    )
+    kinds = (next((kind for kind, has in KINDS.items() if re.search(has, key)), "others") for key in keys)
+    listed = ", ".join(f"{kind} {number}" for kind, number in sorted(Counter(kinds).items()))
+    text = f"{len(keys)} of its keys change no weight of a linear layer that is here and are left out"
+    return f"{text}, such as {keys[0]} ({listed})"

@@ -225,10 +225,10 @@ def open_wan(name: str, weights: bool = False, revision: str | None = None) -> W
     if problems := problems or checks.unequal_problems(index, [*configs.values()], vae, text):
         raise ConfigError(*problems)
     shift = own_settings(scheduler.values)[shift_key(scheduler.values)]
-    expands = bool(index.values.get("expand_timesteps"))
+    expands_time = bool(index.values.get("expand_timesteps"))
     transformers = {expert: TransformerConfig.of(config.values) for expert, config in configs.items()}
-    more = {"revision": commit, "expands_time": expands}
-    folder = WanFolder(path, name, transformers, boundary, float(shift), vae.values, **more)
+    described = path, name, transformers, boundary, float(shift), vae.values
+    folder = WanFolder(*described, revision=commit, expands_time=expands_time)
     return folder.with_first_frames() if index.values["_class_name"] == checks.IMAGE_TO_VIDEO else folder
 
 
@@ -258,9 +258,8 @@ def run_problem(path: Path, name: str) -> str | None:
         return f"{name}: is the folder of a run. Give its student: {inside}."
     if (path / "resolved" / "run.json").is_file() or (path / "run_state.json").is_file():
         words = shlex.join(["wandistiller", "export", "--checkpoint", name, "--output", "students/mine"])
-        return (
-            f"{name}: is a run or a checkpoint, not a pipeline. Export its student and give that: `{words}`."
-        )
+        remedy = f"Export its student and give that: `{words}`."
+        return f"{name}: is a run or a checkpoint, not a pipeline. {remedy}"
     return None
 
 

@@ -204,12 +204,12 @@ def zero_problems(folder: Path, matrices: Iterable[str]) -> list[str]:
     A file has such where a download left a hole.
     """
     zero = sorted(name for name in matrices if not any(part in name for part in MAY_BE_ZERO))
+    if not zero:
+        return []
     more = f" and {len(zero) - NAMED} more" if len(zero) > NAMED else ""
     shown = ", ".join(f"`{name}`" for name in zero[:NAMED])
     remedy = "A download left holes in it, or it was never trained. Fetch the folder again."
-    return (
-        [f"{folder}: {len(zero)} tensor(s) hold nothing but zeros: {shown}{more}. {remedy}"] if zero else []
-    )
+    return [f"{folder}: {len(zero)} tensor(s) hold nothing but zeros: {shown}{more}. {remedy}"]
 
 
 def require_sound(model: nn.Module, folder: Path) -> None:

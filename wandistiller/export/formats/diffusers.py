@@ -113,12 +113,13 @@ def write_pipeline_card(folder: Path, source: Source, repository: str) -> None:
     facts, save = source.published, SAVE_IMAGE
     if facts.num_frames > 1:
         save = SAVE_VIDEO.format(fps=source.recipe.get("video_fps", 16))
-    given = {"pipeline": "WanPipeline", "load": "", "image": ""}
+    call = {"pipeline": "WanPipeline", "load": "", "image": ""}
     if facts.image_to_video:
         load = ", load_image\nfrom PIL import Image, ImageOps"
-        given = {"pipeline": "WanImageToVideoPipeline", "load": load, "image": _images(facts)}
-    more = given | {"made": student_sentence(facts), "where": repository or HERE, "save": save}
-    text = CARD.format(**vars(facts), **more)
+        call = {"pipeline": "WanImageToVideoPipeline", "load": load, "image": _images(facts)}
+    text = CARD.format(
+        **vars(facts), **call, made=student_sentence(facts), where=repository or HERE, save=save
+    )
     if save is SAVE_IMAGE:
         text = text.replace("from diffusers.utils import export_to_video\n", "")
     write_card(folder, source, "finetune", text)

@@ -3,7 +3,7 @@
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -238,8 +238,10 @@ def _scheduler(source: Source) -> dict[str, str]:
     facts = source.facts
     pipeline = "WanImageToVideoPipeline" if facts.image_to_video else "WanPipeline"
     if not facts.few_steps:
-        shift = arguments({_shift_key(source): facts.shift})
-        call = f"pipe.scheduler.from_config(pipe.scheduler.config, {shift})"
+        key = "flow_shift"  # the usual one, if the teacher is gone
+        with suppress(ConfigError):
+            key = shift_key(pipeline_config(source.teacher(weights=False), facts.shift))
+        call = f"pipe.scheduler.from_config(pipe.scheduler.config, {arguments({key: facts.shift})})"
         return {"classes": pipeline, "pipeline": pipeline, "scheduler": f"pipe.scheduler = {call}"}
     config = few_step_config(facts.shift, facts.steps, facts.sampler or EULER)
     name = config.pop("_class_name")
@@ -248,14 +250,6 @@ def _scheduler(source: Source) -> dict[str, str]:
         lines.append(f"pipe.register_to_config({arguments({'boundary_ratio': facts.boundary})})")
     classes = f"{name}, {pipeline}"
     return {"classes": classes, "pipeline": pipeline, "scheduler": "\n".join(lines)}
-
-
-def _shift_key(source: Source) -> str:
-    """The key of the shift in the teacher's own scheduler; the usual one, if the teacher is gone."""
-    try:
-        return shift_key(pipeline_config(source.teacher(weights=False), source.facts.shift))
-    except ConfigError:
-        return "flow_shift"
 
 
 def loading_lines(files: list[str], networks: list[Expert]) -> list[str]:
