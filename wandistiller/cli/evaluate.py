@@ -23,7 +23,7 @@ from wandistiller.evaluation.draw_samples import (
 from wandistiller.evaluation.evaluator import Evaluation, Evaluator
 from wandistiller.evaluation.items import image_problems, read_items
 from wandistiller.evaluation.report import summary, write
-from wandistiller.monitoring.evaluated import Evaluated
+from wandistiller.monitoring.headline import Evaluated
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.teacher.quantized import missing_problems
 from wandistiller.teacher.strategies import teacher_file

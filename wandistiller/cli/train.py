@@ -16,9 +16,8 @@ from wandistiller.distributed.device import make_deterministic
 from wandistiller.distributed.shutdown import STOP, stopping
 from wandistiller.engine.kernels import emulates_bf16
 from wandistiller.export.output import check_ends
-from wandistiller.planner.disk import fetch_problems, log_disk_use
+from wandistiller.planner.disk import HELPS, Shortages, fetch_problems, log_disk_use, shortages
 from wandistiller.planner.resolve_auto import resolved
-from wandistiller.planner.shortage import HELPS, Shortages, shortages
 from wandistiller.utils.errors import ConfigError, collecting
 from wandistiller.utils.files import delete_leftovers, lock
 from wandistiller.utils.logging import add_log_file, setup_logging

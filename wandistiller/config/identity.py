@@ -5,17 +5,16 @@ import json
 from typing import Any
 
 from wandistiller.checkpoint import resume
-from wandistiller.checkpoint.difference import NAMED
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.checkpoint.loading import ENGINE, network_name, read_state
+from wandistiller.checkpoint.resume import NAMED
 from wandistiller.config.adapter_files import start_bases, start_files
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import JSON_FILES, ONLY_FLAGS
 from wandistiller.config.start import Start, read_start, start_after
 from wandistiller.data.colours import WHITE
 from wandistiller.data.dataset import GIVEN, MediaType
-from wandistiller.data.media import LETTERBOX
-from wandistiller.data.media_record import RECORD, replaced_media
+from wandistiller.data.media import LETTERBOX, RECORD, replaced_media
 from wandistiller.experts import Expert
 from wandistiller.student.config import IMPORTANCE
 from wandistiller.teacher.teacher_json import quantized_facts

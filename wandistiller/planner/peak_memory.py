@@ -21,15 +21,14 @@ from wandistiller.planner.student_memory import (
     student_parts,
 )
 from wandistiller.planner.teacher_memory import added_parts, hidden_states, sharers_of_a_call, teacher_parts
-from wandistiller.utils.allocators import KEPT
 from wandistiller.utils.images import STILLS, WIDEST, tile_size
-from wandistiller.utils.system_memory import PIECES, reserve, room_of_a_rank
+from wandistiller.utils.system_memory import FREED_KEPT, PIECES, reserve, room_of_a_rank
 from wandistiller.wan.activation_memory import activation_bytes, call_bytes, compared_bytes
 from wandistiller.wan.components import image_config, image_encoder_of, text_config
-from wandistiller.wan.fake_tensor_memory import text_encoding
+from wandistiller.wan.fake_tensor_memory import coding, text_encoding
 from wandistiller.wan.transformer import count_parameters, numels
 from wandistiller.wan.transformer_config import TransformerConfig
-from wandistiller.wan.vae import PARTS, fitting
+from wandistiller.wan.vae import fitting
 
 MIB = 2**20
 PROCESS = 580 * MIB
@@ -154,7 +153,7 @@ class _Planner:
             starts[f"{name}'s start"] = student | {"its weights in float32": Bytes(host=4 * numel)} | again
         if call and not self.gpu:
             freed = total(call)
-            steps["student"] |= {FREED: Bytes(host=min(freed.host + freed.transient, KEPT))}
+            steps["student"] |= {FREED: Bytes(host=min(freed.host + freed.transient, FREED_KEPT))}
         numel, weights = numels(j.student_transformer), count_parameters(j.student_transformer)
         held, networks = self.base | kept | student, j.networks
         each = self.network.trained_numel if networks.share_base else weights
@@ -309,16 +308,12 @@ class _Planner:
         pixels = {"pixels as they were read": Bytes(host=4 * 3 * frames * height * width)}
         kept = self._libraries(EARLY) | pixels
         vae, work = self._coding("encode", (1, 3, frames, height, width), kept)
-        return vae | work | pixels | self._image_encoder()
-
-    def _image_encoder(self) -> Parts:
-        """Return the encoder of given frames, in float32, if the teacher takes its states."""
-        folder = self.job.folder
-        if not folder.config.image_dim:
-            return {}
-        with torch.device("meta"):
-            nbytes = sum(p.nbytes for p in image_encoder_of(image_config(folder.path)).parameters())
-        return {"image encoder": Bytes(device=nbytes)}
+        parts, folder = vae | work | pixels, self.job.folder
+        if folder.config.image_dim:
+            with torch.device("meta"):
+                nbytes = sum(p.nbytes for p in image_encoder_of(image_config(folder.path)).parameters())
+            parts["image encoder"] = Bytes(device=nbytes)  # of given frames, in float32
+        return parts
 
     def _draw(self, kept: Parts, call: Parts, gathered: Parts) -> PhasePeak:
         """The VAE stays for the whole phase and decodes one sample at a time; there is no backward pass."""
@@ -354,7 +349,7 @@ class _Planner:
             call: `encode` or `decode`; in tiles if it does not fit whole beside what is `kept`.
         """
         m, held, config = self.machine, total(kept), self.job.folder.vae
-        weights = PARTS[call](config, shape, accelerator=self.gpu).weights
+        weights = coding(call, config, shape, accelerator=self.gpu).weights
         if self.gpu:
             room = m.device_free - reserve(m.device_free, PIECES) - held.device - held.transient - weights
         else:

@@ -54,7 +54,7 @@ TEACHERS = (
 """In ds_configs/teacher/, the simplest first: weights that stay where they compute, that arrive once for all
 micro-steps, at every call from other ranks or CPU memory, and from a disk. What computes on the CPU beside
 GPUs comes last, and before it any other that is a candidate."""
-WEIGHTS = (None, "int8", "nf4")
+FORMATS = (None, "int8", "nf4")
 """Formats of the teacher's weights in the shipped JSONs, the exact one first."""
 ENOUGH = 6000
 """Tokens of a micro-step, as of four images of 480x832, beside which what moves in each counts little."""
@@ -138,18 +138,13 @@ class Pair(NamedTuple):
         """Plan the pair as `job`, one of its sizes, has it; `coding` as in `plan`."""
         return Choice(self.student, self.teacher, job, moments(plan(job, machine, coding=coding)))
 
-    def fitting(self, job: Job, machine: Machine) -> Choice | None:
-        """The pair as `job` has it, if it fits; what is quickly planned is tried first."""
-        if not self.choice(job, machine, coding=False).fits(machine):
-            return None
-        choice = self.choice(job, machine)
-        return choice if choice.fits(machine) else None
-
     def largest(self, machine: Machine) -> Choice | None:
-        """The largest micro-batch that fits."""
+        """The largest micro-batch that fits; what is quickly planned is tried first."""
         best = None
         for size in self.sizes:
-            if not (choice := self.fitting(size, machine)):
+            if not self.choice(size, machine, coding=False).fits(machine):
+                break
+            if not (choice := self.choice(size, machine)).fits(machine):
                 break
             best = choice
         return best
@@ -210,7 +205,7 @@ def formats(job: Job, choose: tuple[bool, bool] = (True, True), *, exact: bool =
         choose: as in `pairs`.
         exact: without those that change the teacher's outputs, which `auto` never chooses.
     """
-    others = WEIGHTS[:1] if exact else WEIGHTS
+    others = FORMATS[:1] if exact else FORMATS
     return list(dict.fromkeys([job.teacher.weights, *(others if choose[1] else ())]))
 
 

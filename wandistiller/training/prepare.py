@@ -16,13 +16,12 @@ from wandistiller.data.conditions import Conditions
 from wandistiller.data.dataset import SHOWN, MediaType, PromptItem
 from wandistiller.data.latent_cache import LatentCache
 from wandistiller.data.lines import caption
-from wandistiller.data.measured import Measured
-from wandistiller.data.media import Size
+from wandistiller.data.media import RECORD, Size, record_media
 from wandistiller.data.media_cache import Sample
-from wandistiller.data.media_record import RECORD, record_media
+from wandistiller.data.tensor_cache import Measured
 from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
-from wandistiller.evaluation.quantization_error import SAMPLES, in_words, quantization_error
+from wandistiller.evaluation.velocity_error import SAMPLES, in_words, quantization_error
 from wandistiller.monitoring.memory_usage import within
 from wandistiller.teacher.base import Guidance, Teacher, local_modules
 from wandistiller.teacher.build import build_teacher

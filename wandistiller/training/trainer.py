@@ -21,8 +21,7 @@ from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.shutdown import Stopped
 from wandistiller.monitoring import memory_usage
-from wandistiller.monitoring.memory_snapshot import MemoryProfile
-from wandistiller.monitoring.memory_usage import within
+from wandistiller.monitoring.memory_usage import MemoryProfile, within
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher
 from wandistiller.training.interval import DRAWING, SAVING, Interval

@@ -75,7 +75,6 @@ class Problem(str):
         return Problem(text, places.get(setting, otherwise), key, stage) if where == RECIPE else self
 
     def in_stage(self, stage: str) -> "Problem":
-        """Return the problem as one of a stage."""
         return Problem(*self.parts[:3], stage)
 
 
@@ -134,7 +133,6 @@ def nearest(word: object, known: Iterable[str]) -> str:
 
 
 def closest(word: object, known: Iterable[str]) -> str | None:
-    """Return the known word nearest to `word`, if one is near."""
     near = get_close_matches(word, list(known), n=1, cutoff=0.5) if isinstance(word, str) else []
     return near[0] if near else None
 
@@ -163,7 +161,14 @@ def collecting(problems: list[Problem]) -> Iterator[None]:
         problems += error.problems
 
 
+ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+-]+):/")
+"""Beginning of an address; a Path has one slash of its two."""
+
+
 def folder_problems(key: str, folder: str | Path) -> list[str]:
+    if ADDRESS.match(str(folder)):
+        remedy = "Name a folder of this machine, such as runs/mine, and copy it there afterwards."
+        return [f"`{key}` is {folder}, which is an address. {remedy}"]
     try:
         path = Path(folder).absolute()
         above = next(p for p in (path, *path.parents) if os.path.lexists(p))

@@ -21,10 +21,10 @@ from small_wan import IMAGE_FORMS, make_wan
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.data.media import MediaReader, Size
 from wandistiller.export import model_card
-from wandistiller.export.comfy_nodes import comfy_nodes, split_step
 from wandistiller.export.formats.diffusers import write_pipeline_card
 from wandistiller.export.formats.lora import write_adapter_card
 from wandistiller.export.formats.original import original_state, write_original_card
+from wandistiller.export.model_card import comfy_nodes, split_step
 from wandistiller.export.output import write_file
 from wandistiller.export.source import Source, without_places
 from wandistiller.flow import RENOISE

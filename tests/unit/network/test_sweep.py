@@ -10,10 +10,10 @@ from states import state
 
 from wandistiller.batch import Batch, Prediction
 from wandistiller.experts import Expert
+from wandistiller.network.block_source import BUFFERS
 from wandistiller.network.network import Network
 from wandistiller.network.sweep import block_by_block
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, Teacher
-from wandistiller.teacher.block_stream import BUFFERS
 from wandistiller.teacher.build import build_teacher
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.pipeline import open_wan

@@ -23,7 +23,7 @@ from trainers import job_of, parts_of
 from wandistiller.batch import Batch
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
-from wandistiller.data.measured import Measured
+from wandistiller.data.tensor_cache import Measured
 from wandistiller.experts import Expert
 from wandistiller.network.network import Network
 from wandistiller.student.calibration import VelocityError, error_rows, velocity_error
@@ -155,11 +155,14 @@ def test_the_local_teacher_is_unwrapped_from_guidance_and_owner() -> None:
     )
 
 
-def test_the_table_of_importance_shows_every_block(tmp_path: Path) -> None:
+def test_the_file_of_importance_has_every_round_and_the_blocks_that_stay(tmp_path: Path) -> None:
     write_importance(tmp_path, [{0: 0.5, 1: 0.25, 2: 1.0}, {0: 0.6, 2: 1.1}], Expert)
-    text = (tmp_path / "importance.md").read_text()
-    assert "| 1 | 0.2500 | | no |" in text and "| 2 | 1.0000 | 1.1000 | yes |" in text
-    assert json.loads((tmp_path / "importance.json").read_text())["kept"] == [0, 2]
+    written = json.loads((tmp_path / "importance.json").read_text())
+    assert written["kept"] == [0, 2] and written["relative_error_without"][0] == {
+        "0": 0.5,
+        "1": 0.25,
+        "2": 1.0,
+    }
 
 
 @pytest.fixture(scope="module")

@@ -79,13 +79,24 @@ def test_frames_are_spread_evenly_from_the_first_to_the_last() -> None:
 
 def test_of_a_long_clip_nine_frames_are_a_row(tmp_path: Path) -> None:
     save_frames(tmp_path / "frames.png", {"": [torch.zeros(3, 81, 128, 128)]}, ["a circle"])
-    assert Image.open(tmp_path / "frames.png").width == 7 * (4 * STEP // 33) + 9 * STEP
+    assert Image.open(tmp_path / "frames.png").width == 7 * (5 * STEP // 33) + 9 * STEP
 
 
 @pytest.mark.parametrize("side", [64, 480])
 def test_labels_of_ten_samples_are_a_fortieth_of_the_width_and_so_legible_on_a_phone(side: int) -> None:
     """Of 390 pixels they take 9."""
     picture = grid({"student": [torch.ones(3, side, side)] * 10}, [""] * 10)
-    width = 40 * (4 * (max(128, side) + 6) // 33)
+    width = 40 * (5 * (max(128, side) + 6) // 33)
     assert abs(picture.width - width) <= 40 and np.asarray(picture)[-1, -1].max() < 32
-    assert np.asarray(picture)[-20, -1 - width // 4].max() < 32  # the last of three rows has two
+
+
+@pytest.mark.parametrize(
+    ("number", "columns", "rows"),
+    [(1, 1, 1), (2, 2, 1), (5, 5, 1), (6, 3, 2), (7, 4, 2), (8, 4, 2), (9, 3, 3), (10, 5, 2), (12, 4, 3)],
+)
+def test_the_rows_of_a_grid_are_full_where_they_can_be(number: int, columns: int, rows: int) -> None:
+    picture = grid({"": [torch.ones(3, 128, 128)] * number}, [""] * number)
+    left = 7 * max(13, columns * STEP // 33)
+    assert picture.width == left + columns * STEP
+    lines = (np.asarray(picture)[:, left + 64].max(1) > 200).astype(int)
+    assert (np.diff(lines) == 1).sum() == rows
