@@ -264,10 +264,6 @@ def test_clips_are_made_at_the_bucket_of_the_image_that_they_begin_with(wans: Wa
     assert len(losses(run)) == 4 and sizes == {(4, 4), (4, 8)}
 
 
-def test_clips_of_one_frame_are_refused(wans: Wans) -> None:
-    assert "Write at least 5." in refused(wans, A14B, num_frames=1)
-
-
 def test_merged_padding_is_refused_where_states_of_images_stand_before_the_text(wans: Wans) -> None:
     message = refused(wans, WAN21, merge_text_padding=True)
     assert "`merge_text_padding` is true" in message and "512 rows" in message

@@ -177,17 +177,6 @@ def test_a_lora_cut_out_of_all_the_difference_makes_the_teacher_the_student(
         assert (value - before[name]).abs().max() > 1e-3
 
 
-@pytest.mark.usefixtures("quiet_logging")
-def test_a_lora_whose_rank_is_too_small_for_the_energy_says_so_in_log_and_card(
-    two_experts: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    flags = ["--adapter", "--rank", "1", "--energy", "0.999"]
-    assert main(["export", "--checkpoint", str(two_experts), "--output", str(tmp_path / "l"), *flags]) == 0
-    told, card = capsys.readouterr().err, (tmp_path / "l" / "README.md").read_text()
-    assert told.count("warning: ") == 2 and "not the 99.9% asked for. A larger --rank than 1" in told
-    assert card.count("of the difference to the teacher, not the 99.9% asked for") == 2
-
-
 LAYERS = ["first", "second"]
 
 

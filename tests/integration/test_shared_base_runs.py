@@ -276,8 +276,6 @@ def test_a_run_goes_on_bit_for_bit_with_its_base_shared_or_not(
     assert [name for name, t in theirs.items() if not torch.equal(ours[name], t)] == []
 
 
-
-
 def test_the_exported_student_is_the_teacher_with_the_adapters_added(streamed: Path, wan2: Path) -> None:
     student = exported(streamed)
     teacher = WanTransformer3DModel.from_pretrained(wan2 / "transformer_2")

@@ -89,11 +89,6 @@ def test_only_the_frames_that_are_used_are_converted(tmp_path: Path, monkeypatch
     assert frames_of(video(tmp_path / "a.mp4", 60), 5) == [0, 1, 2, 3, 4] and len(turned) == 5
 
 
-def test_a_video_with_too_few_frames_names_both_numbers(tmp_path: Path) -> None:
-    with pytest.raises(MediaError, match=r"has 3 frame\(s\) at 8 a second, the run wants 5"):
-        load(video(tmp_path / "a.gif", 3, 8), num_frames=5, fps=8)
-
-
 @pytest.mark.parametrize("content", [b"", b"no medium", bytes(1000)])
 @pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.webp", "a.bmp", "a.mp4", "a.webm", "a.gif"])
 def test_a_file_that_is_no_medium_cannot_be_read(tmp_path: Path, name: str, content: bytes) -> None:

@@ -15,7 +15,6 @@ import pytest
 from background_run import PATIENCE, background_run
 
 from wandistiller.distributed import shutdown
-from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.shutdown import ShutdownListener
 from wandistiller.utils.logging import activity, begin_step, current, set_activity
 
@@ -152,26 +151,6 @@ def test_the_line_names_the_step_and_the_time_that_the_last_one_took(
     with activity("the student's backward pass"):
         listener.request_stop("OUTPUT/STOP")
     assert said(caplog) == ["OUTPUT/STOP: stopping after step 12 and its checkpoint, about 43 s"]
-
-
-@pytest.mark.usefixtures("stopped_clock")
-def test_the_line_has_the_time_of_a_call_once_one_was_made(
-    listener: ShutdownListener, caplog: pytest.LogCaptureFixture
-) -> None:
-    task = Progress("pictures of the student", 4, first_line=1e9)
-    task._started -= 30.4
-    task.advance()
-    listener.request_stop("OUTPUT/STOP")
-    assert said(caplog)[-1].endswith("after what runs now (pictures of the student), about 30 s")
-
-
-def test_no_time_is_named_that_belongs_to_work_before(
-    listener: ShutdownListener, caplog: pytest.LogCaptureFixture
-) -> None:
-    Progress("pictures of the student", 4, first_line=1e9).advance()
-    set_activity("loading the teacher")
-    listener.request_stop("OUTPUT/STOP")
-    assert said(caplog)[-1].endswith("after what runs now (loading the teacher)")
 
 
 def test_a_node_s_other_ranks_say_nothing(

@@ -25,13 +25,10 @@ from wandistiller.config.validate import read_job
 from wandistiller.data.measured import Measured
 from wandistiller.experts import Expert
 from wandistiller.student.calibration import VelocityError, error_rows, velocity_error
-from wandistiller.student.layer_importance import ROUNDS, importance, write_importance
+from wandistiller.student.layer_importance import ROUNDS, importance
 from wandistiller.student.shared_base import begins_as_teacher
 from wandistiller.teacher.base import (
-    Guidance,
-    GuidedTeacher,
     LocalTeacher,
-    OwnerTeacher,
     local_modules,
     without_guidance,
 )
@@ -141,23 +138,6 @@ def test_a_band_has_its_lower_end_and_the_last_both_in_losses_and_in_errors() ->
     error = VelocityError(error_rows(batch, torch.zeros(3, 3), torch.randn(3, 3)))
     assert list(error.by_sigma()) == ["0-0.25", "0.5-0.75", "0.75-1"]
     assert list(by_sigma(sigma_N, torch.tensor([0.0, 0.6, 1.0]))) == ["0-0.2", "0.6-0.8", "0.8-1"]
-
-
-def test_the_local_teacher_is_unwrapped_from_guidance_and_owner() -> None:
-    local = two_experts(1)
-    guided = GuidedTeacher(local, Guidance(torch.zeros(512, 32), dict.fromkeys(Expert, 2.0)))
-    assert without_guidance(guided) is local and without_guidance(OwnerTeacher(guided, 0, [0])).inner is local
-    assert (
-        local_modules(OwnerTeacher(local, 0, [0])) is local.experts
-        and local_modules(OwnerTeacher(None, 1, [0, 1])) == {}
-    )
-
-
-def test_the_table_of_importance_shows_every_block(tmp_path: Path) -> None:
-    write_importance(tmp_path, [{0: 0.5, 1: 0.25, 2: 1.0}, {0: 0.6, 2: 1.1}], Expert)
-    text = (tmp_path / "importance.md").read_text()
-    assert "| 1 | 0.2500 | | no |" in text and "| 2 | 1.0000 | 1.1000 | yes |" in text
-    assert json.loads((tmp_path / "importance.json").read_text())["kept"] == [0, 2]
 
 
 @pytest.fixture(scope="module")

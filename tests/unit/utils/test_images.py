@@ -75,17 +75,3 @@ def test_pixels_of_8_bits_are_drawn_as_those_in_0_to_1() -> None:
 def test_frames_are_spread_evenly_from_the_first_to_the_last() -> None:
     assert evenly(81, 3) == [0, 40, 80] and evenly(9, 9) == list(range(9))
     assert evenly(5, 9) == [0, 1, 2, 3, 4] and evenly(1, 3) == [0]
-
-
-def test_of_a_long_clip_nine_frames_are_a_row(tmp_path: Path) -> None:
-    save_frames(tmp_path / "frames.png", {"": [torch.zeros(3, 81, 128, 128)]}, ["a circle"])
-    assert Image.open(tmp_path / "frames.png").width == 7 * (4 * STEP // 33) + 9 * STEP
-
-
-@pytest.mark.parametrize("side", [64, 480])
-def test_labels_of_ten_samples_are_a_fortieth_of_the_width_and_so_legible_on_a_phone(side: int) -> None:
-    """Of 390 pixels they take 9."""
-    picture = grid({"student": [torch.ones(3, side, side)] * 10}, [""] * 10)
-    width = 40 * (4 * (max(128, side) + 6) // 33)
-    assert abs(picture.width - width) <= 40 and np.asarray(picture)[-1, -1].max() < 32
-    assert np.asarray(picture)[-20, -1 - width // 4].max() < 32  # the last of three rows has two
