@@ -69,8 +69,12 @@ def wan1(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory, wan2: Path) -> Path:
-    """The output of two steps on two ranks: a student of one expert and two layers. Do not write into it."""
-    from recipes import train
+    """The output of four steps on two ranks: a student of one expert and two layers. Do not write into it.
+
+    `stderr` beside it has what the command said.
+    """
+    from ranks import wandistiller
+    from recipes import recipe_file
 
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # one run for all workers
@@ -78,7 +82,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory, wan2: Path) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (base / "finished" / "run" / "DONE").exists():
             (base / "finished").mkdir(exist_ok=True)
-            train(base / "finished", wan2, max_steps=2, shift=4.0)
+            more = {"objective": ["velocity", "feature"], "max_steps": 4, "save_every": 2, "sample_every": 2}
+            file = recipe_file(base / "finished", wan2, shift=4.0, **more)
+            (base / "finished" / "stderr").write_text(wandistiller("train", "--recipe", file, ranks=2).stderr)
     return base / "finished" / "run"
 
 

@@ -205,6 +205,7 @@ def test_clips_have_distances_over_frames_and_over_clips_each_with_its_interval(
         assert distance["low"] <= distance["value"] <= distance["high"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 def test_nothing_of_an_earlier_evaluation_lies_beside_a_later_one(wan1: Path, tmp_path: Path) -> None:
     """Figures and tables are of one, even if the later one's picture cannot be written."""
@@ -288,6 +289,7 @@ def test_bands_are_cut_where_an_expert_takes_over(
     assert [b.student_expert for b in cut] == [LOW if student and b.end <= student else HIGH for b in cut]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 def test_the_first_draw_in_a_process_which_loads_libraries_is_not_the_one_that_is_timed(
     wan1: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -27,7 +27,7 @@ def test_output_folder_holds_what_is_promised_and_its_recipe_can_be_passed_back_
     promised = [f"resolved/{name}.json" for name in resolved]
     promised += ["metrics.jsonl", "checkpoints/latest", "samples/step_00000002.png", "student/README.md"]
     assert [name for name in promised if not (finished / name).is_file()] == []
-    assert (finished / "checkpoints" / "latest").read_text().strip() == "step_00000002"
+    assert (finished / "checkpoints" / "latest").read_text().strip() == "step_00000004"
     # every sample prompt, in two rows
     assert Image.open(finished / "samples" / "step_00000002.png").width == 7 * 13 + 3 * (128 + 6)
     done = wandistiller("train", "--recipe", finished / "resolved" / "run.json", "--dry_run", ranks=2)

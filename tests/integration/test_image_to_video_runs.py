@@ -274,6 +274,7 @@ def test_pictures_of_prompts_that_no_row_has_are_refused(wans: Wans) -> None:
     assert '`sample_prompts` has "a dog", which no row has' in message
 
 
+@pytest.mark.slow
 def test_an_image_that_cannot_be_read_is_skipped_and_named(wans: Wans, tmp_path: Path) -> None:
     data = image_data(tmp_path / "data", pictures=2)
     (tmp_path / "data" / "1.png").write_bytes(b"no picture")

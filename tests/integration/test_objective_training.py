@@ -179,6 +179,7 @@ def test_a_resumed_run_goes_on_with_its_projections(folder: Path, wan2: Path, re
     assert losses(output) == losses(reference)[2:]
 
 
+@pytest.mark.slow
 def test_an_exported_student_has_no_projections_and_loads_in_diffusers(reference: Path) -> None:
     model, info = WanTransformer3DModel.from_pretrained(
         reference / "student" / "transformer", output_loading_info=True

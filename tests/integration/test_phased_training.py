@@ -92,6 +92,7 @@ def test_exits_are_those_of_the_trained_expert(whole: Path) -> None:
     assert all(few.expert(int(call)) is LOW for call in low)
 
 
+@pytest.mark.slow
 def test_the_student_is_an_ordinary_pipeline_of_two_experts(whole: Path) -> None:
     pipe = WanPipeline.from_pretrained(whole / "student", dtype=torch.float32)
     size = {"height": 32, "width": 32, "num_frames": 1, "guidance_scale": 1.0}

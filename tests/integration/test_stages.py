@@ -146,6 +146,7 @@ def test_prepare_fills_one_cache_for_all_stages(folder: Path, wan2: Path) -> Non
     assert files() == before
 
 
+@pytest.mark.slow
 def test_a_dry_run_and_a_plan_name_every_stage_and_write_nothing(folder: Path, wan2: Path) -> None:
     file = staged(folder, wan2, "dry")
     dry = wandistiller("train", "--recipe", file, "--dry_run").stderr

@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import shutil
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,7 +12,6 @@ import pytest
 import torch
 from PIL import Image
 from ranks import write_json
-from recipes import train
 
 from wandistiller.monitoring.charts import MOST_POINTS, Chart, Line, smooth, svg, thinned
 from wandistiller.monitoring.metrics import read_lines
@@ -51,17 +51,11 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, wan1: Path) -> Path:
-    folder = tmp_path_factory.mktemp("report")
-    output = train(folder, wan1, "run <1>", max_steps=4, objective=["velocity", "feature"], sample_every=2)
+def page(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    output = shutil.copytree(finished, tmp_path_factory.mktemp("report") / "run <1>")
     table = "| on 2 prompts | student |\n|---|---|\n| right | 1 < 2 |"
     (output / "evaluation.md").write_text(f"# a\n\n{table}\n\nnotes\n")
-    return output
-
-
-@pytest.fixture(scope="module")
-def page(finished: Path) -> str:
-    return report(finished).read_text()
+    return report(output).read_text()
 
 
 CURVES = "loss|loss by sigma|loss of each term|gradient norm|learning rate|samples a second"
