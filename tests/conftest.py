@@ -51,6 +51,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(FailuresAtOnce(config))
 
 
+@pytest.fixture(scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all tests of a module share."""
+    return tmp_path_factory.mktemp(request.module.__name__.rpartition("test_")[2])
+
+
 @pytest.fixture(scope="session")
 def wan2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random pipeline with two experts that meet at 0.875, as Wan2.2 A14B. Do not write into it."""

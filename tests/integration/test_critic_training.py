@@ -24,11 +24,6 @@ SETTINGS = {"objective": DMD2, "max_steps": STEPS, "save_every": 2}
 SETTINGS |= {"guidance_scale": 4.0, "guidance_scale_2": 3.0}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("dmd2")
-
-
 def trained(folder: Path, wan: Path, name: str, ranks: int, **more: Any) -> Path:
     return train(folder, wan, name, ranks=ranks, **SETTINGS | more)
 

@@ -31,11 +31,6 @@ NARROW = {"init": "random", "num_layers": 2, "num_attention_heads": 1}  # half t
 STEPS = 4
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("objectives")
-
-
 def trained(folder: Path, wan: Path, name: str, ranks: int, **more: Any) -> Path:
     usual = {"student_config": NARROW, "objective": SUM, "max_steps": STEPS}
     return train(folder, wan, name, ranks=ranks, **usual | more)

@@ -39,11 +39,6 @@ def phased(folder: Path, wan: Path, name: str, ranks: int, *flags: str, **more: 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("phased")
-
-
-@pytest.fixture(scope="module")
 def whole(folder: Path, wan2: Path) -> Path:
     return phased(folder, wan2, "whole", 1)
 

@@ -29,11 +29,6 @@ SIZE = ["--height", "32", "--width", "32"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("with_lora")
-
-
-@pytest.fixture(scope="module")
 def run(folder: Path, wan1: Path) -> Path:
     """Adapters of the whole teacher for four steps."""
     objective = {"name": "dmd2", "steps": 4, "critic_updates": 1}
@@ -101,6 +96,7 @@ def test_a_lora_of_strength_0_is_the_pipeline_itself_bitwise(folder: Path, wan1:
     assert drawn(folder, "none", *words, "--strength", "0") == plain != drawn(folder, "whole", *words)
 
 
+@pytest.mark.slow
 def test_an_exported_folder_of_two_experts_is_added_as_its_run_s_files(folder: Path, wan2: Path) -> None:
     """Adapters that begin as two files, and hardly learn."""
     start = {
@@ -142,16 +138,6 @@ def test_what_cannot_be_sampled_is_refused_with_its_reason(folder: Path, wan1: P
     save_file({name: value * math.inf for name, value in load_file(file).items()}, file)
     text = refused("sample", "--model", wan1, "--lora", file, *SIZE)
     assert f"{file}: tensor `transformer.blocks.0.attn1.to_q" in text and "are not finite" in text
-
-
-def test_keys_of_a_file_that_change_no_layer_are_named(folder: Path, wan1: Path) -> None:
-    file, layer = folder / "more.safetensors", "diffusion_model.blocks.0.self_attn"
-    pair = {f"{layer}.q.lora_A.weight": torch.ones(2, 64), f"{layer}.q.lora_B.weight": torch.ones(64, 2)}
-    save_file(pair | {f"{layer}.norm_q.diff": torch.ones(64)}, file)
-    words = ["--prompts", PROMPTS[0], "--output", folder / "more", *SIZE, "--steps", "2"]
-    log = wandistiller("sample", "--model", wan1, "--lora", file, *words).stderr
-    assert f"lora      {file}, strength 1, on each network" in log
-    assert "1 of its keys change no weight of a linear layer that is here and are left out, such as" in log
 
 
 def test_an_export_merges_the_adapters_into_a_pipeline_of_its_own(folder: Path, run: Path) -> None:

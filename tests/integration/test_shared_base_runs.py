@@ -14,9 +14,8 @@ from recipes import recipe, student_engine, train
 from safetensors.torch import load_file
 from slow_cases import slow_but
 from states import state
-from trainers import job_of, trainer_of
+from trainers import trainer_of
 
-from wandistiller.config.summary import summary
 from wandistiller.experts import Expert
 from wandistiller.export.source import read_source
 from wandistiller.objectives.dmd2 import CRITIC
@@ -44,11 +43,6 @@ PLACEMENTS = {
     "streamed": {"wandistiller": {"placement": "streamed"}},
     "files": {"wandistiller": {"placement": "files"}},
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("lora")
 
 
 def trained(
@@ -311,11 +305,3 @@ def test_a_finished_run_has_a_lora_file_that_makes_its_student_of_the_unchanged_
         found, wanted = velocity(pipe.transformer_2, given), velocity(student, given)
     torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02)  # its weights are in bf16
     assert "load_lora_weights" in (streamed / "lora.card" / "README.md").read_text()
-
-
-def test_the_summary_says_which_roles_have_one_copy(folder: Path, wan2: Path, one_rank: torch.device) -> None:
-    given = recipe(folder, wan2, output_dir=str(folder / "said"), **LORA | {"objective": DMD2})
-    for teacher, text in ((PLACEMENTS["streamed"], "one copy of its weights"), (COPIES, "a copy each")):
-        lines = summary(job_of(given | {"teacher_deepspeed_config": teacher}))
-        (base,) = (line for line in lines if line.startswith("base"))
-        assert base.startswith(f"base      {text} for teacher, student, critic")

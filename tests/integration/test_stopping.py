@@ -20,11 +20,6 @@ SETTINGS = {"max_steps": STEPS, "save_every": 10, "ema": 0.9}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("stopping")
-
-
-@pytest.fixture(scope="module")
 def whole(folder: Path, wan1: Path) -> Path:
     """The run that nobody disturbs."""
     return train(folder, wan1, "whole", **SETTINGS)

@@ -45,11 +45,6 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("styles")
-
-
-@pytest.fixture(scope="module")
 def file(folder: Path, wan2: Path) -> Path:
     return style(wan2, folder / "style.safetensors", "to_q", "to_out", "ffn")
 

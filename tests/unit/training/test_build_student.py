@@ -140,11 +140,6 @@ def test_a_band_has_its_lower_end_and_the_last_both_in_losses_and_in_errors() ->
     assert list(by_sigma(sigma_N, torch.tensor([0.0, 0.6, 1.0]))) == ["0-0.2", "0.6-0.8", "0.8-1"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("begin")
-
-
 def begun(
     folder: Path, wan2: Path, name: str, ranks: int, teacher: dict[str, Any], steps: int = 1, **more: Any
 ) -> Path:
