@@ -8,15 +8,13 @@ import pytest
 import torch
 from checkpointed import exported
 from plain import PlainDmd2
-from ranks import ROOT, losses, metrics, wandistiller, write_json
+from ranks import losses, metrics
 from recipes import recipe, student_engine, train
 from slow_cases import slow_but
 from trainers import trainer_of
 
-from wandistiller.monitoring.metrics import read_lines
 from wandistiller.objectives.dmd2 import CRITIC
 from wandistiller.student.projections_and_heads import PROJECTIONS
-from wandistiller.utils.files import read_json
 
 STEPS = 4
 DMD2 = {"name": "dmd2", "steps": 2, "critic_updates": 2, "critic_lr": 2e-3}
@@ -159,19 +157,3 @@ def test_heads_learn_to_tell_samples_from_latents_and_move_the_student(folder: P
     assert lines[-1]["critic"]["heads"] < lines[0]["critic"]["heads"]
     assert lines[-1]["watched"]["adversarial"] > 0
     assert not [name for name in exported(output) if name.startswith(PROJECTIONS)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("lr", "parts"), [(1e-4, False), (1e-2, True)])
-def test_a_rate_a_hundred_times_too_high_raises_the_alarm_that_velocities_part(
-    folder: Path, lr: float, parts: bool
-) -> None:
-    """Of adapters of the embedded teacher."""
-    dmd2 = DMD2 | {"steps": 4, "expert": "high_noise", "critic_lr": 1e-3}
-    given = read_json(ROOT / "ds_configs" / "recipes" / "lora.json") | {"objective": dmd2, "lr": lr}
-    given |= {"max_steps": 40, "output_dir": str(folder / f"rate_{lr}"), "cache_dir": str(folder / "tiny")}
-    given |= {"sample_prompts": ["a red circle on a purple background, bottom"], "sample_steps": 4}
-    wandistiller("train", "--recipe", write_json(folder / f"rate_{lr}.json", given), ranks=2)
-    alarms = read_lines(folder / f"rate_{lr}" / "alarms.jsonl")
-    assert ("velocities part" in {alarm["kind"] for alarm in alarms}) is parts
-    assert all(-1 <= line["watched"]["cosine"] <= 1 for line in metrics(folder / f"rate_{lr}"))

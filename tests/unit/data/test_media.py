@@ -222,9 +222,3 @@ def test_pages_and_moving_pictures_are_told_from_pictures(tmp_path: Path) -> Non
         pictures[0].save(tmp_path / name, save_all=True, append_images=pictures[1:])
         with pytest.raises(MediaError, match=reason):
             load(tmp_path / name)
-
-
-def test_the_background_counts_where_a_picture_may_show_it() -> None:
-    for name, shows in {"a.png": True, "a.gif": True, "a.jpg": False, "a.mp4": False}.items():
-        white, blue = (media.pixels_depend_on(Path(name), c) for c in ((255,) * 3, (0, 0, 255)))
-        assert (white != blue) == shows

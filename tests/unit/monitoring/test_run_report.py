@@ -2,7 +2,6 @@
 
 import base64
 import json
-import re
 import shutil
 import sys
 from html.parser import HTMLParser
@@ -15,11 +14,10 @@ from ranks import write_json
 
 from wandistiller.monitoring.charts import MOST_POINTS, Chart, Line, smooth, svg, thinned
 from wandistiller.monitoring.metrics import read_lines
-from wandistiller.monitoring.report import PAGE, report, run_charts
+from wandistiller.monitoring.report import report, run_charts
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.images import save_clips, save_grid
 
-STYLE = PAGE.with_name("report.css").read_text()
 VOID = {"meta", "br", "img"}
 
 
@@ -32,7 +30,6 @@ class Page(HTMLParser):
         self.fetched: list[str] = []
         self.images: list[str] = []
         self.videos: list[dict[str, str | None]] = []
-        self.around: dict[str, list[str]] = {"table": [], "img": [], "video": []}
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -41,8 +38,6 @@ class Page(HTMLParser):
         self.fetched += [
             v for k, v in attrs if k in ("src", "href", "poster") and not (v or "").startswith("data:")
         ]
-        if tag in self.around:
-            self.around[tag].append(dict(attrs).get("style") or self.open[-1])
         if tag not in VOID:
             self.open.append(f"{tag} {dict(attrs).get('class', '')}".strip())
 
@@ -200,12 +195,3 @@ def test_clips_of_training_play_without_sound_inside_the_page_and_the_last_at_on
     assert ["autoplay" in video for video in page.videos] == [True, False]
     assert all({"controls", "loop", "muted", "playsinline"} <= video.keys() for video in page.videos)
     assert page.images[:1] == ["step_00000002"]  # its frames, one by one
-
-
-def test_nothing_is_wider_than_its_page_and_tables_scroll(page: str) -> None:
-    around = Page(page).around
-    assert set(around["table"]) == {"div wide"} and ".wide { overflow-x: auto; }" in STYLE
-    charts, pictures = ([one for one in around["img"] if ("min(" in one) is shown] for shown in (False, True))
-    assert set(charts) == {"div charts"} and ".charts img { width: 100%; }" in STYLE
-    assert pictures and all(re.fullmatch(r"width: min\(100%, \d+px\)", style) for style in pictures)
-    assert not re.search(r"[^-]width: [\d.]+(px|rem|em)", STYLE)
