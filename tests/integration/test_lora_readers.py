@@ -9,6 +9,7 @@ from diffusers import WanPipeline, WanTransformer3DModel
 from ranks import wandistiller
 from recipes import train
 from safetensors.torch import load_file
+from styles import style
 from torch import Tensor, nn
 
 from wandistiller.experts import Expert
@@ -154,3 +155,25 @@ def test_pictures_through_the_file_for_comfyui_are_those_through_the_one_for_dif
     theirs = pictures(pipe)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
     assert (ours - pictures(teacher)).abs().max() > 1e-3
+
+
+@pytest.mark.slow
+def test_comfyui_makes_of_a_styled_few_step_run_what_its_file_for_diffusers_does(
+    tmp_path: Path, wan2: Path
+) -> None:
+    file = style(wan2, tmp_path / "style.safetensors", "attn2.to_k", "ffn")
+    few = {"objective": {"name": "consistency", "edges": 4}, "shift": 7.0, "max_steps": 8}
+    given = {"student_config": {"experts": "two"}, "lora": LORA, "teacher_lora": f"both={file}"}
+    output = train(tmp_path, wan2, ranks=1, **given, **few)
+    wandistiller("export", "--checkpoint", output, "--output", output / "lora", "--adapter")
+    for expert, comfy, diffusers in zip(Expert, COMFY, DIFFUSERS, strict=True):
+        lora, weights = load_file(output / comfy), originals(wan2, expert)
+        read, changed = by_comfyui(lora, weights)
+        other = load_file(output / "lora" / diffusers)
+        layers = {name.removesuffix(".lora_A.weight") for name in other if name.endswith(".lora_A.weight")}
+        assert read == lora.keys() and len(layers) == 4 * PER_BLOCK
+        for layer in layers:
+            name = original_name(layer.removeprefix("transformer.") + ".weight")
+            b, a = (other[f"{layer}.lora_{part}.weight"].float() for part in "BA")
+            assert torch.equal(changed[name], weights[name] + b @ a), name
+            assert not torch.equal(changed[name], weights[name]), name
