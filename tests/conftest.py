@@ -51,6 +51,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(FailuresAtOnce(config))
 
 
+@pytest.fixture(scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all tests of a module share."""
+    return tmp_path_factory.mktemp(request.module.__name__.rpartition("test_")[2])
+
+
 @pytest.fixture(scope="session")
 def wan2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random pipeline with two experts that meet at 0.875, as Wan2.2 A14B. Do not write into it."""
@@ -69,8 +75,12 @@ def wan1(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory, wan2: Path) -> Path:
-    """The output of two steps on two ranks: a student of one expert and two layers. Do not write into it."""
-    from recipes import train
+    """The output of four steps on two ranks: a student of one expert and two layers. Do not write into it.
+
+    `stderr` beside it has what the command said.
+    """
+    from ranks import wandistiller
+    from recipes import recipe_file
 
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # one run for all workers
@@ -78,7 +88,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory, wan2: Path) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (base / "finished" / "run" / "DONE").exists():
             (base / "finished").mkdir(exist_ok=True)
-            train(base / "finished", wan2, max_steps=2, shift=4.0)
+            more = {"objective": ["velocity", "feature"], "max_steps": 4, "save_every": 2, "sample_every": 2}
+            file = recipe_file(base / "finished", wan2, shift=4.0, **more)
+            (base / "finished" / "stderr").write_text(wandistiller("train", "--recipe", file, ranks=2).stderr)
     return base / "finished" / "run"
 
 

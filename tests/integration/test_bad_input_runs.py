@@ -18,10 +18,8 @@ from safetensors.torch import load_file, save_file
 from wrong_input.cases import ENGINE, JSONS, RECIPE, SOUND, Case, Outcome, faults, outcome
 from wrong_input.weights import TRANSFORMER, WEIGHTS, linked
 
-from wandistiller.config.identity import identity
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
-from wandistiller.data.dataset import read_dataset
 from wandistiller.training.prepare import prepare
 from wandistiller.utils.errors import ConfigError
 
@@ -104,18 +102,6 @@ def test_files_that_are_not_used_are_named_and_their_captions_are_no_sample_prom
         read_job(a_run(tmp_path, wan1, **given, strict=True), 1)
 
 
-def test_a_background_changes_what_a_run_is_only_if_pictures_may_show_it(tmp_path: Path, wan1: Path) -> None:
-    def of(**more: object) -> dict[str, object]:
-        return identity(read_job(a_run(tmp_path, wan1, **more), 1))
-
-    assert of(background="blue") == of()
-    (data := tmp_path / "data").mkdir()
-    noise(SIDE, SIDE).save(data / "a.png")
-    (data / "a.txt").write_text("a")
-    white, same, blue = (of(data_path=str(data), background=name) for name in ("white", "#ffffff", "blue"))
-    assert white == same != blue
-
-
 def unfinite(number: float) -> Callable[[Path], None]:
     def spoil(file: Path) -> None:
         state = load_file(file)
@@ -171,19 +157,6 @@ def test_a_byte_order_mark_is_no_fault_in_any_file(tmp_path: Path, wan1: Path) -
     marked = {name: b"\xef\xbb\xbf" + text.encode() for name, text in texts.items()}
     found = dry_run(Case("marked", (), marked), tmp_path / "case", wan1)
     assert (found.code, found.errors) == (0, []), found.printed
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_rank")
-def test_a_million_prompts_are_read_in_seconds(tmp_path: Path, wan1: Path) -> None:
-    lines = "\n".join(f"a red circle {i}" for i in range(1_000_000))
-    found = dry_run(Case("a million", (), {"prompts.txt": lines}), tmp_path / "case", wan1)
-    assert found.code == 0 and found.seconds < 30, found.printed
-
-
-def test_a_prompt_of_64_kilobytes_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "p.txt").write_text("red " * 16_000)
-    assert len(read_dataset(str(tmp_path / "p.txt"))) == 1
 
 
 NO_WRITE = "`output_dir` is {here}/shut/out, but {here}/shut may not be written to. Change"

@@ -38,11 +38,6 @@ QUICK = ["dmd2 with heads"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("sequences")
-
-
-@pytest.fixture(scope="module")
 def wan(folder: Path) -> Path:
     """A pipeline of two experts with four heads."""
     return make_wan(folder / "wan", heads=4)

@@ -8,26 +8,19 @@ import pytest
 import torch
 from checkpointed import exported
 from plain import PlainDmd2
-from ranks import ROOT, losses, metrics, wandistiller, write_json
-from recipes import recipe, recipe_file, student_engine, train
+from ranks import losses, metrics
+from recipes import recipe, student_engine, train
 from slow_cases import slow_but
 from trainers import trainer_of
 
-from wandistiller.monitoring.metrics import read_lines
 from wandistiller.network.heads import PROJECTIONS
 from wandistiller.objectives.dmd2 import CRITIC
-from wandistiller.utils.files import read_json
 
 STEPS = 4
 DMD2 = {"name": "dmd2", "steps": 2, "critic_updates": 2, "critic_lr": 2e-3}
 SHARED = DMD2 | {"shared": True}
 SETTINGS = {"objective": DMD2, "max_steps": STEPS, "save_every": 2}
 SETTINGS |= {"guidance_scale": 4.0, "guidance_scale_2": 3.0}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("dmd2")
 
 
 def trained(folder: Path, wan: Path, name: str, ranks: int, **more: Any) -> Path:
@@ -50,11 +43,11 @@ def assert_same_curves(output: Path, reference: Path) -> None:
 
 
 @pytest.mark.parametrize(("objective", "micro"), [(DMD2, 8), (SHARED, 8), (SHARED, 2)])
-def test_losses_and_weights_after_two_steps_equal_those_of_plain_pytorch(
+def test_losses_and_weights_after_two_steps_of_prompts_alone_equal_those_of_plain_pytorch(
     folder: Path, wan2: Path, one_rank: torch.device, objective: dict[str, Any], micro: int
 ) -> None:
     more = {"deepspeed_config": student_engine(2, train_micro_batch_size_per_gpu=micro)}
-    more |= {"objective": objective, "output_dir": str(folder / "plain")}
+    more |= {"objective": objective, "output_dir": str(folder / "plain"), "cache_dir": str(folder / "own")}
     trainer = trainer_of(recipe(folder, wan2, **SETTINGS | more))
     plain = PlainDmd2(trainer.job)
     for step in range(2):
@@ -62,6 +55,7 @@ def test_losses_and_weights_after_two_steps_equal_those_of_plain_pytorch(
         assert result.loss == pytest.approx(loss, rel=1e-5)
         assert result.others[CRITIC]["loss"] == pytest.approx(critic, rel=1e-5)
     assert max(plain.differences(trainer).values()) < 2e-4
+    assert not list((folder / "own" / "latents").rglob("*.safetensors"))  # no rollout is made
 
 
 @pytest.mark.parametrize("stage", slow_but([], [0, 3]))
@@ -131,11 +125,6 @@ def test_a_critic_with_fewer_updates_goes_on_where_the_run_is_in_its_schedule(
     assert rates[1] == pytest.approx(rates[0][4:]) and rates[0][5] > rates[0][7] > 0
 
 
-def test_it_needs_prompts_alone_and_makes_no_rollouts(folder: Path, wan2: Path) -> None:
-    output = trained(folder, wan2, "data_free", 1, cache_dir=str(folder / "own"), max_steps=1)
-    assert len(losses(output)) == 1 and not list((folder / "own" / "latents").rglob("*.safetensors"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "objective"),
@@ -172,32 +161,3 @@ def test_heads_learn_to_tell_samples_from_latents_and_move_the_student(folder: P
     assert lines[-1]["critic"]["heads"] < lines[0]["critic"]["heads"]
     assert lines[-1]["watched"]["adversarial"] > 0
     assert not [name for name in exported(output) if name.startswith(PROJECTIONS)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("lr", "parts"), [(1e-4, False), (1e-2, True)])
-def test_a_rate_a_hundred_times_too_high_raises_the_alarm_that_velocities_part(
-    folder: Path, lr: float, parts: bool
-) -> None:
-    """Of adapters of the embedded teacher."""
-    dmd2 = DMD2 | {"steps": 4, "expert": "high_noise", "critic_lr": 1e-3}
-    given = read_json(ROOT / "ds_configs" / "recipes" / "lora.json") | {"objective": dmd2, "lr": lr}
-    given |= {"max_steps": 40, "output_dir": str(folder / f"rate_{lr}"), "cache_dir": str(folder / "tiny")}
-    given |= {"sample_prompts": ["a red circle on a purple background, bottom"], "sample_steps": 4}
-    wandistiller("train", "--recipe", write_json(folder / f"rate_{lr}.json", given), ranks=2)
-    alarms = read_lines(folder / f"rate_{lr}" / "alarms.jsonl")
-    assert ("velocities part" in {alarm["kind"] for alarm in alarms}) is parts
-    assert all(-1 <= line["watched"]["cosine"] <= 1 for line in metrics(folder / f"rate_{lr}"))
-
-
-def test_a_plan_counts_the_critic_and_no_rollouts(folder: Path, wan2: Path) -> None:
-    plans = {}
-    for name, objective in {"with": DMD2, "without": "velocity"}.items():
-        file = recipe_file(folder, wan2, f"plan_{name}", **SETTINGS | {"objective": objective})
-        plans[name] = wandistiller("plan", "--recipe", file).stdout
-    file = recipe_file(folder, wan2, "plan_warm", **SETTINGS | {"objective": DMD2 | {"critic_warmup": 50}})
-    plans["warm"] = wandistiller("plan", "--recipe", file).stdout
-    assert "of the critic alone" in plans["warm"] and "of the critic alone" not in plans["with"]
-    counted = ["critic's weights", " the critic\n", " backward of the critic\n"]
-    assert all(line in plans["with"] and line not in plans["without"] for line in counted)
-    assert "the teacher's rollouts" in plans["without"] and "the teacher's rollouts" not in plans["with"]

@@ -18,11 +18,6 @@ BF16_TOLERANCE = 1e-2
 pytestmark = pytest.mark.slow  # test_training.py has two of these, test_engines.py each stage on one rank
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("curves")
-
-
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
 def curves(request: pytest.FixtureRequest, folder: Path, wan2: Path) -> dict[str, list[float]]:
     engines = [

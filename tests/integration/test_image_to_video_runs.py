@@ -266,10 +266,6 @@ def test_clips_are_made_at_the_bucket_of_the_image_that_they_begin_with(wans: Wa
     assert len(losses(run)) == 4 and sizes == {(4, 4), (4, 8)}
 
 
-def test_clips_of_one_frame_are_refused(wans: Wans) -> None:
-    assert "Write at least 5." in refused(wans, A14B, num_frames=1)
-
-
 def test_merged_padding_is_refused_where_states_of_images_stand_before_the_text(wans: Wans) -> None:
     message = refused(wans, WAN21, merge_text_padding=True)
     assert "`merge_text_padding` is true" in message and "512 rows" in message
@@ -280,6 +276,7 @@ def test_pictures_of_prompts_that_no_row_has_are_refused(wans: Wans) -> None:
     assert '`sample_prompts` has "a dog", which no row has' in message
 
 
+@pytest.mark.slow
 def test_an_image_that_cannot_be_read_is_skipped_and_named(wans: Wans, tmp_path: Path) -> None:
     data = image_data(tmp_path / "data", pictures=2)
     (tmp_path / "data" / "1.png").write_bytes(b"no picture")

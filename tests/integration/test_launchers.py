@@ -139,13 +139,6 @@ def test_the_first_of_slurm_s_nodes_is_found(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 
 
-def test_slurm_allocates_cores_and_memory_and_srun_is_given_the_cores() -> None:
-    """By default a task has one core and its memory; since 22.05 srun does not inherit cores from sbatch."""
-    lines = (ROOT / "launch" / "slurm.sbatch").read_text().splitlines()
-    assert {"#SBATCH --cpus-per-task=8", "#SBATCH --mem=0"} <= set(lines)
-    assert any(line.startswith('srun --cpus-per-task="$SLURM_CPUS_PER_TASK" ') for line in lines)
-
-
 @pytest.mark.parametrize(
     ("command", "restarts", "added"),
     [("train", None, ""), ("train", "0", ""), ("train", "2", " --resume auto"), ("doctor", "2", "")],

@@ -24,33 +24,25 @@ from wandistiller.monitoring.metrics import scalars
 from wandistiller.utils.logging import add_log_file, log_to_file, setup_logging
 
 
-@pytest.fixture(scope="module")
-def logged(tmp_path_factory: pytest.TempPathFactory, wan1: Path) -> tuple[Path, str]:
-    """The output folder of a run on two ranks that was stopped by nothing, and its stderr."""
-    folder = tmp_path_factory.mktemp("logs")
-    done = wandistiller("train", "--recipe", recipe_file(folder, wan1, max_steps=3), ranks=2)
-    return folder / "run", done.stderr
-
-
-def test_each_rank_keeps_the_run_s_messages_with_the_time(logged: tuple[Path, str]) -> None:
+def test_each_rank_keeps_the_run_s_messages_with_the_time(finished: Path) -> None:
     for rank in range(2):
-        lines = (logged[0] / "logs" / f"rank_{rank}.log").read_text().splitlines()
-        assert sum(" INFO step 3/3  loss " in line for line in lines) == 1
+        lines = (finished / "logs" / f"rank_{rank}.log").read_text().splitlines()
+        assert sum(" INFO step 4/4  loss " in line for line in lines) == 1
         assert all(len(line.split(" ")[0]) == len("2026-01-01") for line in lines if line)
 
 
-def test_what_a_rank_was_doing_is_in_its_file_and_not_on_the_terminal(logged: tuple[Path, str]) -> None:
-    output, stderr = logged
-    assert "doing: building the student" in (output / "logs" / "rank_1.log").read_text()
-    assert "doing:" not in stderr
+def test_what_a_rank_was_doing_is_in_its_file_and_not_on_the_terminal(finished: Path) -> None:
+    assert "doing: building the student" in (finished / "logs" / "rank_1.log").read_text()
+    assert "doing:" not in finished.with_name("stderr").read_text()
 
 
 def test_each_of_the_first_steps_has_a_line_with_loss_speed_memory_and_time_left_and_no_warning(
-    logged: tuple[Path, str],
+    finished: Path,
 ) -> None:
-    assert "WARNING" not in logged[1] and "Warning" not in logged[1] and "it/s]" not in logged[1]
-    steps = [line for line in logged[1].splitlines() if line.startswith("step ")]
-    assert len(steps) == 3
+    text = finished.with_name("stderr").read_text()
+    assert "WARNING" not in text and "Warning" not in text and "it/s]" not in text
+    steps = [line for line in text.splitlines() if line.startswith("step ")]
+    assert len(steps) == 4
     assert all(word in step for step in steps for word in ("loss", "samples/s", "GiB on rank", "left"))
 
 

@@ -27,7 +27,7 @@ PER_BLOCK = 10
 def run(tmp_path_factory: pytest.TempPathFactory, wan2: Path) -> Path:
     folder = tmp_path_factory.mktemp("readers")
     output = train(
-        folder, wan2, ranks=1, student_config={"experts": "two"}, lora=LORA, max_steps=8, shift=7.0
+        folder, wan2, ranks=1, student_config={"experts": "two"}, lora=LORA, max_steps=3, shift=7.0
     )
     wandistiller("export", "--checkpoint", output, "--output", output / "lora", "--adapter")
     wandistiller("export", "--checkpoint", output, "--output", output / "merged", "--dtype", "float32")
@@ -141,6 +141,7 @@ def merged(wan: Path, files: list[Path]) -> WanPipeline:
     return pipe
 
 
+@pytest.mark.slow
 def test_pictures_through_the_file_for_comfyui_are_those_through_the_one_for_diffusers(
     run: Path, wan2: Path
 ) -> None:
@@ -156,6 +157,7 @@ def test_pictures_through_the_file_for_comfyui_are_those_through_the_one_for_dif
     assert (ours - pictures(teacher)).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_comfyui_makes_of_a_styled_few_step_run_what_its_file_for_diffusers_does(
     tmp_path: Path, wan2: Path
 ) -> None:

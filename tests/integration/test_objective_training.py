@@ -32,11 +32,6 @@ NARROW = {"init": "random", "num_layers": 2, "num_attention_heads": 1}  # half t
 STEPS = 4
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("objectives")
-
-
 def trained(folder: Path, wan: Path, name: str, ranks: int, **more: Any) -> Path:
     usual = {"student_config": NARROW, "objective": SUM, "max_steps": STEPS}
     return train(folder, wan, name, ranks=ranks, **usual | more)
@@ -180,6 +175,7 @@ def test_a_resumed_run_goes_on_with_its_projections(folder: Path, wan2: Path, re
     assert losses(output) == losses(reference)[2:]
 
 
+@pytest.mark.slow
 def test_an_exported_student_has_no_projections_and_loads_in_diffusers(reference: Path) -> None:
     model, info = WanTransformer3DModel.from_pretrained(
         reference / "student" / "transformer", output_loading_info=True

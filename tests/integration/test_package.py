@@ -51,10 +51,6 @@ def test_the_version_is_the_one_in_the_package(site: Path, tmp_path: Path) -> No
     assert (site / f"wandistiller-{__version__}.dist-info").is_dir()
 
 
-def test_the_package_is_marked_as_typed(site: Path) -> None:
-    assert (site / "wandistiller" / "py.typed").is_file()
-
-
 NEWEST = "3.13"
 """The newest Python that setup.py promises."""
 

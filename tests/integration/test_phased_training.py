@@ -8,14 +8,13 @@ import torch
 from checkpointed import equal
 from diffusers import WanPipeline
 from ranks import losses, metrics, wandistiller, write_json
-from recipes import recipe, student_engine, train
+from recipes import recipe, student_engine
 from slow_cases import slow_but
 
 from wandistiller.checkpoint import loading
 from wandistiller.config.recipe import recipe_of
 from wandistiller.config.stages import read_jobs
 from wandistiller.experts import Expert
-from wandistiller.monitoring.metrics import read_lines
 from wandistiller.planner.machine import this_machine
 from wandistiller.planner.peak_memory import plan
 from wandistiller.planner.phase_peak import most
@@ -37,11 +36,6 @@ def phased(folder: Path, wan: Path, name: str, ranks: int, *flags: str, **more: 
     file = write_json(folder / f"{name}.json", given | more)
     wandistiller("train", "--recipe", file, *flags, ranks=ranks)
     return folder / name
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("phased")
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +87,7 @@ def test_exits_are_those_of_the_trained_expert(whole: Path) -> None:
     assert all(few.expert(int(call)) is LOW for call in low)
 
 
+@pytest.mark.slow
 def test_the_student_is_an_ordinary_pipeline_of_two_experts(whole: Path) -> None:
     pipe = WanPipeline.from_pretrained(whole / "student", dtype=torch.float32)
     size = {"height": 32, "width": 32, "num_frames": 1, "guidance_scale": 1.0}
@@ -101,27 +96,6 @@ def test_the_student_is_an_ordinary_pipeline_of_two_experts(whole: Path) -> None
     low = weights(whole / "3_low", 3, LOW)
     kept = {name: p for name, p in pipe.transformer_2.named_parameters() if "norm2" in name}  # in float32
     assert kept and all(torch.equal(p, low[name]) for name, p in kept.items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("critic_lr", "lags"), [(3e-3, False), (3e-5, True)])
-def test_adapters_of_the_high_noise_expert_raise_the_alarm_of_a_critic_that_learns_100_times_slower_alone(
-    tmp_path: Path, wan2: Path, critic_lr: float, lags: bool
-) -> None:
-    """At its hand-over the noise of the critic's target is many times what critic and teacher differ by."""
-    adam = {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.99]}}
-    more = {
-        "student_config": {"experts": "two"},
-        "lora": {"rank": 8, "targets": ["to_q", "to_k", "to_v", "to_out", "ffn"]},
-        "deepspeed_config": student_engine(2, train_micro_batch_size_per_gpu=8, optimizer=adam),
-        "objective": DMD2 | {"expert": "high_noise", "critic_updates": 5, "critic_lr": critic_lr},
-        "guidance_scale": 4.0,
-        "guidance_scale_2": 4.0,
-        "lr": 3e-3,
-    }
-    output = train(tmp_path, wan2, ranks=1, shift=SHIFT, max_steps=72, sample_steps=1, **more)
-    kinds = {line["kind"] for line in read_lines(output / "alarms.jsonl")}
-    assert ("critic lags" in kinds) is lags
 
 
 def test_a_plan_counts_one_expert_of_each_role_and_the_finished_one(folder: Path, wan2: Path) -> None:

@@ -17,20 +17,11 @@ from styles import style
 from wandistiller.data.dataset import PromptItem
 from wandistiller.data.media import Size
 from wandistiller.data.media_cache import Sample
-from wandistiller.evaluation.candidates import read_candidate
 from wandistiller.evaluation.draw_samples import Sampling, draw
-from wandistiller.experts import Expert
-from wandistiller.wan.added_lora import added_changes
-from wandistiller.wan.lora_files import read_lora
 from wandistiller.wan.pipeline import open_wan
 
 PROMPTS = ["a red circle on a blue background, left", "a blue square on a red background, center"]
 SIZE = ["--height", "32", "--width", "32"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("with_lora")
 
 
 @pytest.fixture(scope="module")
@@ -101,27 +92,6 @@ def test_a_lora_of_strength_0_is_the_pipeline_itself_bitwise(folder: Path, wan1:
     assert drawn(folder, "none", *words, "--strength", "0") == plain != drawn(folder, "whole", *words)
 
 
-def test_an_exported_folder_of_two_experts_is_added_as_its_run_s_files(folder: Path, wan2: Path) -> None:
-    """Adapters that begin as two files, and hardly learn."""
-    start = {
-        f"{s}_noise": str(style(wan2, folder / f"{s}.safetensors", "to_q", seed=i))
-        for i, s in enumerate(("high", "low"))
-    }
-    given = {"lora": {"rank": 4, "targets": ["to_q"], "start": start}, "student_config": {"experts": "two"}}
-    few = {"objective": {"name": "consistency", "edges": 4, "intervals": 8}, "deepspeed_config": ENGINE}
-    output = train(folder, wan2, "two", ranks=1, **given, **few, shift=7.0, max_steps=1, lr=1e-6)
-    wandistiller("export", "--checkpoint", output, "--output", folder / "two_files", "--adapter")
-    files = sorted((folder / "two_files").glob("*.safetensors"))
-    for words in ([output], [folder / "two_files"], files):
-        candidate = read_candidate(str(wan2), [*map(str, words)])
-        assert candidate.trained and candidate.trained.steps == 4
-        for expert in Expert:
-            wanted = read_lora(Path(start[expert.name.lower()])).layers
-            found = added_changes(candidate.folder.added, candidate.folder.config, expert)
-            for layer, (a, b) in wanted.items():
-                torch.testing.assert_close(found[layer].b @ found[layer].a, b @ a, rtol=0.02, atol=0.01)
-
-
 def test_a_run_is_evaluated_by_its_files_in_its_own_and_other_numbers_of_steps(run: Path) -> None:
     words = ["--prompts", *PROMPTS, "--steps", "2", "4", "--quick", *SIZE]
     wandistiller("evaluate", "--student_path", run, *words)
@@ -142,16 +112,6 @@ def test_what_cannot_be_sampled_is_refused_with_its_reason(folder: Path, wan1: P
     save_file({name: value * math.inf for name, value in load_file(file).items()}, file)
     text = refused("sample", "--model", wan1, "--lora", file, *SIZE)
     assert f"{file}: tensor `transformer.blocks.0.attn1.to_q" in text and "are not finite" in text
-
-
-def test_keys_of_a_file_that_change_no_layer_are_named(folder: Path, wan1: Path) -> None:
-    file, layer = folder / "more.safetensors", "diffusion_model.blocks.0.self_attn"
-    pair = {f"{layer}.q.lora_A.weight": torch.ones(2, 64), f"{layer}.q.lora_B.weight": torch.ones(64, 2)}
-    save_file(pair | {f"{layer}.norm_q.diff": torch.ones(64)}, file)
-    words = ["--prompts", PROMPTS[0], "--output", folder / "more", *SIZE, "--steps", "2"]
-    log = wandistiller("sample", "--model", wan1, "--lora", file, *words).stderr
-    assert f"lora      {file}, strength 1, on each network" in log
-    assert "1 of its keys change no weight of a linear layer that is here and are left out, such as" in log
 
 
 def test_an_export_merges_the_adapters_into_a_pipeline_of_its_own(folder: Path, run: Path) -> None:

@@ -20,11 +20,6 @@ SETTINGS = {"max_steps": STEPS, "save_every": 10, "ema": 0.9}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("stopping")
-
-
-@pytest.fixture(scope="module")
 def whole(folder: Path, wan1: Path) -> Path:
     """The run that nobody disturbs."""
     return train(folder, wan1, "whole", **SETTINGS)
@@ -196,8 +191,7 @@ def test_memory_that_runs_out_on_one_rank_ends_all_with_advice(folder: Path) -> 
     settings |= {"prepare_batch": 1, "deepspeed_config": engine}
     settings |= {"teacher_deepspeed_config": {"zero_optimization": {"stage": 0}}}
     file = recipe_file(folder, wan, "memory", **settings)
-    room = ["--rank", "1", "--room", "160", "--at", "the student's forward pass", "--"]
-    limited = [ROOT / "tests" / "helpers" / "limited.py", *room]
+    limited = [ROOT / "tests" / "helpers" / "limited.py", "1", "160", "the student's forward pass"]
     with background_run([*launcher(2), *limited, "train", "--recipe", file], folder / "memory.log") as run:
         run.end()
         output = run.output()

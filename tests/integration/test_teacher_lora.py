@@ -45,11 +45,6 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("styles")
-
-
-@pytest.fixture(scope="module")
 def file(folder: Path, wan2: Path) -> Path:
     return style(wan2, folder / "style.safetensors", "to_q", "to_out", "ffn")
 
@@ -67,7 +62,7 @@ def added(file: Path) -> dict[str, Any]:
 def test_a_run_is_that_of_the_teacher_of_merged_weights_bitwise(
     folder: Path, wan2: Path, file: Path, merged: Path, placement: str
 ) -> None:
-    given = RUN | {"teacher_deepspeed_config": PLACEMENTS[placement]}
+    given = RUN | {"teacher_deepspeed_config": PLACEMENTS[placement], "ranks": 2 - (placement == "streamed")}
     one = train(folder, wan2, f"{placement}_added", **given, **added(file))
     other = train(folder, merged, f"{placement}_merged", **given)
     assert losses(one) == losses(other)
@@ -154,6 +149,7 @@ def test_the_file_of_one_network_is_drawn_as_its_student(folder: Path, adapters:
     assert np.abs(drawn[0] - drawn[1]).max() <= 4  # student and file are in bf16
 
 
+@pytest.mark.slow
 def test_a_smaller_student_is_exported_without_the_file_that_its_teacher_had(
     folder: Path, wan2: Path, file: Path
 ) -> None:
@@ -162,12 +158,6 @@ def test_a_smaller_student_is_exported_without_the_file_that_its_teacher_had(
     own.rename(file)
     wandistiller("export", "--checkpoint", output, "--output", folder / "of_smaller")
     assert (folder / "of_smaller" / "model_index.json").is_file()
-
-
-def test_the_log_says_what_is_added_to_the_teacher(folder: Path, adapters: Path, file: Path) -> None:
-    assert (
-        f"lora      {file}, strength 0.5, on each network" in next((adapters / "logs").glob("*")).read_text()
-    )
 
 
 def test_a_lora_that_is_not_finite_is_refused_on_every_rank(folder: Path, wan2: Path) -> None:

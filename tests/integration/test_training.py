@@ -19,11 +19,6 @@ REPLICATED = {"zero_optimization": {"stage": 0}}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("training")
-
-
-@pytest.fixture(scope="module")
 def reference(folder: Path, wan2: Path, one_rank: torch.device) -> list[float]:
     return plain_losses(
         read_job(RunConfig(**recipe(folder, wan2, output_dir=str(folder / "plain"))), world=1), STEPS

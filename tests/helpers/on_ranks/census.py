@@ -1,4 +1,4 @@
-"""Called on ranks by test_census.py: the tensors in the last step of a real run, and the plan's."""
+"""Called on ranks by test_census.py: the tensors between micro-steps of a real run, and the plan's."""
 
 import gc
 import logging
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes import ADAM, recipe
-from tensor_owners import OTHERS, by_owner, tensor_owners
+from tensors import tensor_bytes
 
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import RunConfig
@@ -18,7 +18,6 @@ from wandistiller.engine.zero_memory import Bytes
 from wandistiller.planner.machine import machine_now
 from wandistiller.planner.peak_memory import plan
 from wandistiller.training import distil
-from wandistiller.training.trainer import Trainer
 from wandistiller.utils.files import read_json
 from wandistiller.utils.logging import current, log
 
@@ -27,29 +26,17 @@ NETWORKS = ("AutoencoderKLWan", "UMT5EncoderModel", "WanTransformer3DModel")
 
 
 class Watcher(logging.Handler):
-    """Looks at the live tensors each time the last step turns to something else, which it logs."""
+    """Counts the bytes of all tensors, and the networks, each time the last step begins to read data."""
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
         self.seen: list[dict[str, Any]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not record.msg.startswith("doing: ") or not current.activity.startswith(f"step {STEPS},"):
-            return
-        gc.collect()
-        objects = gc.get_objects()
-        trainer = next(o for o in objects if type(o) is Trainer)
-        kinds = Counter(type(o).__name__ for o in objects)
-        del objects
-        found = tensor_owners(trainer.teacher, trainer.student)
-        self.seen.append(
-            {
-                "what": current.activity.partition(", ")[2],
-                "owners": by_owner(found.values(), "cpu"),
-                "largest other": max((s.nbytes for s in found.values() if s.owner == OTHERS), default=0),
-                "networks": {kind: kinds[kind] for kind in NETWORKS},
-            }
-        )
+        if record.msg.startswith("doing: ") and current.activity == f"step {STEPS}, reading the data":
+            nbytes = tensor_bytes()
+            kinds = Counter(type(o).__name__ for o in gc.get_objects())
+            self.seen.append({"bytes": nbytes, "networks": {kind: kinds[kind] for kind in NETWORKS}})
 
 
 def planned(job: Job) -> dict[str, Any]:
@@ -57,6 +44,7 @@ def planned(job: Job) -> dict[str, Any]:
     ranks = collectives.world_size()
     phase = plan(job, replace(machine_now(), ranks=ranks, ranks_on_node=ranks))["train"]
     phase.kept["teacher's weights"] += Bytes(host=-job.teacher.overhead())
+    del phase.kept["libraries"]
     turns = {"all the time": phase.kept, **phase.alternatives}
     return {turn: {what: b.host + b.node for what, b in parts.items()} for turn, parts in turns.items()}
 

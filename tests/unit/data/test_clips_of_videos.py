@@ -146,11 +146,6 @@ def test_letterbox_shows_the_whole_picture_between_bars(tmp_path: Path, shape: t
     assert (red_HW[8:24] == -1).all() and (red_HW[:8] == 1).all() and (red_HW[24:] == 1).all()
 
 
-def test_a_picture_of_the_right_shape_has_no_bars(tmp_path: Path) -> None:
-    Image.new("RGB", (16, 16), "black").save(tmp_path / "a.png")
-    assert (MediaReader(16.0, fit=LETTERBOX).read(tmp_path / "a.png", Size(32, 32, 1)) == -1).all()
-
-
 def test_a_sliver_is_not_enlarged_into_a_letterbox(tmp_path: Path) -> None:
     Image.new("RGB", (1, 1), "black").save(tmp_path / "a.png")
     with pytest.raises(MediaError, match="under 1/16"):

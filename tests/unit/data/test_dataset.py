@@ -128,15 +128,6 @@ def test_a_table_with_a_header_gives_prompts_of_several_lines_and_media_by_numbe
     assert [items[i] for i in (2, 1, 0)] == [PromptItem("three"), PromptItem("two"), first]
 
 
-def test_endings_of_lists_and_captions_may_be_in_capitals(tmp_path: Path) -> None:
-    assert len(items_of(tmp_path / "P.TXT", "one\ntwo\n")) == 2
-    assert items_of(tmp_path / "P.JSONL", '{"prompt": "one"}')[0] == PromptItem("one")
-    photo = image(tmp_path / "photos" / "a.jpg", "")
-    photo.with_suffix(".txt").unlink()
-    photo.with_suffix(".TXT").write_text("a photo")
-    assert list(read_dataset(str(photo.parent))) == [PromptItem("a photo", photo)]
-
-
 def test_duplicates_are_counted(tmp_path: Path) -> None:
     assert items_of(tmp_path / "p.txt", "a\nb\na\na\n").duplicates == 2
 

@@ -51,13 +51,6 @@ def test_images_of_rows_and_of_a_flag_are_not_mixed(tmp_path: Path) -> None:
         read_items([str(file)], [str(other)])
 
 
-@pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl"])
-def test_a_row_may_have_an_image_or_a_video(tmp_path: Path, ending: str) -> None:
-    files = touched(tmp_path, "a.png", "b.mp4")
-    rows = [{"prompt": "a", "image": "a.png", "video": ""}, {"prompt": "b", "image": "", "video": "b.mp4"}]
-    assert [item.media for item in read_dataset(str(table(tmp_path / f"t{ending}", rows)))] == files
-
-
 @pytest.mark.parametrize("is_absolute", [False, True])
 def test_rows_of_one_prompt_and_name_of_an_image_have_noise_by_its_path_in_the_data(
     tmp_path: Path, is_absolute: bool
@@ -228,10 +221,3 @@ def test_linked_folders_are_read_once(tmp_path: Path) -> None:
     (tmp_path / "real/back").symlink_to(tmp_path / "data")
     (item,) = read_dataset(str(tmp_path / "data"))
     assert item == PromptItem("a prompt", tmp_path / "data/one/a.png")
-
-
-def test_each_folder_of_a_path_may_be_written_by_another_system(tmp_path: Path) -> None:
-    folder, name = unicodedata.normalize("NFD", "ö"), unicodedata.normalize("NFC", "é")
-    (file,) = touched(tmp_path, f"{folder}/{name}.png")
-    row = {"prompt": "a", "image": f"{unicodedata.normalize('NFC', folder)}/{name}.png"}
-    assert list(read_dataset(str(table(tmp_path / "t.csv", [row])))) == [PromptItem("a", file)]

@@ -57,12 +57,6 @@ def test_groups_get_steps_in_proportion_to_their_size() -> None:
     assert all(abs(steps[group] - 10 * n) <= 2 for group, n in enumerate(LENGTHS))
 
 
-def test_one_group_is_gone_through_epoch_by_epoch() -> None:
-    samples = order(lengths=[10])
-    epochs = [[samples.locate(i)[1] for i in range(10 * e, 10 * e + 10)] for e in range(3)]
-    assert all(sorted(epoch) == list(range(10)) for epoch in epochs) and epochs[0] != epochs[1] != epochs[2]
-
-
 def test_a_resumed_order_is_that_of_an_uncut_run_and_another_seed_gives_another() -> None:
     places = [order().locate(i) for i in range(8 * 100)]
     resumed, other = order(), order(seed=1)

@@ -17,7 +17,7 @@ import pytest
 from background_run import PATIENCE
 
 from wandistiller.distributed import progress
-from wandistiller.distributed.progress import Progress, speed
+from wandistiller.distributed.progress import Progress
 from wandistiller.monitoring.memory_usage import Usage
 from wandistiller.monitoring.metrics import EACH, Metrics, read_lines
 from wandistiller.utils.logging import log, set_activity, setup_logging
@@ -97,19 +97,6 @@ def test_a_skipped_step_always_has_a_line(tmp_path: Path, caplog: pytest.LogCapt
     caplog.set_level(logging.INFO)
     train(tmp_path / "metrics.jsonl", 34, skipped=True)
     assert sum("SKIPPED" in m for m in caplog.messages) == 34
-
-
-@pytest.mark.parametrize(
-    ("number", "seconds", "text"),
-    [
-        (64, 4, "16.0 samples/s"),
-        (4, 10, "2.5 s a sample"),
-        (1, 187, "3m07s a sample"),
-        (3, 3, "1.0 s a sample"),
-    ],
-)
-def test_a_slow_rate_is_told_as_time_of_each(number: int, seconds: float, text: str) -> None:
-    assert speed(number, seconds, "sample") == text
 
 
 def test_a_long_silence_is_broken_by_what_goes_on(

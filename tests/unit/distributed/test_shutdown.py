@@ -15,7 +15,6 @@ import pytest
 from background_run import PATIENCE, background_run
 
 from wandistiller.distributed import shutdown
-from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.shutdown import ShutdownListener
 from wandistiller.utils.logging import activity, begin_step, current, set_activity
 
@@ -59,15 +58,6 @@ while not stopping.reason:
 print("ends:", stopping.reason, flush=True)
 """
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "none"}
-LOSE_THE_PARENT = """
-import os, time
-own = os.getpid()
-if os.fork():
-    os._exit(0)
-while os.getppid() == own:
-    time.sleep(0.01)
-print(os.getppid())
-"""
 
 
 @pytest.fixture
@@ -82,18 +72,6 @@ def unshares() -> bool:
     """Return whether this user may make a PID namespace."""
     words = ["unshare", "--pid", "--mount-proc", "--kill-child", "--fork", "true"]
     return bool(shutil.which("unshare")) and subprocess.run(words, capture_output=True).returncode == 0
-
-
-def leaves_orphans_to_the_system() -> bool:
-    """Return whether a process without its parent gets process 1, not a container's or a CI's own reaper.
-
-    A process 1 that is a Python program counts as a launcher.
-    """
-    adopter = subprocess.run([sys.executable, "-c", LOSE_THE_PARENT], capture_output=True, text=True).stdout
-    try:
-        return int(adopter) == 1 and "python" not in Path("/proc/1/cmdline").read_text(errors="replace")
-    except OSError:
-        return False
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -154,26 +132,6 @@ def test_the_line_names_the_step_and_the_time_that_the_last_one_took(
     assert said(caplog) == ["OUTPUT/STOP: stopping after step 12 and its checkpoint, about 43 s"]
 
 
-@pytest.mark.usefixtures("stopped_clock")
-def test_the_line_has_the_time_of_a_call_once_one_was_made(
-    listener: ShutdownListener, caplog: pytest.LogCaptureFixture
-) -> None:
-    task = Progress("pictures of the student", 4, first_line=1e9)
-    task._started -= 30.4
-    task.advance()
-    listener.request_stop("OUTPUT/STOP")
-    assert said(caplog)[-1].endswith("after what runs now (pictures of the student), about 30 s")
-
-
-def test_no_time_is_named_that_belongs_to_work_before(
-    listener: ShutdownListener, caplog: pytest.LogCaptureFixture
-) -> None:
-    Progress("pictures of the student", 4, first_line=1e9).advance()
-    set_activity("loading the teacher")
-    listener.request_stop("OUTPUT/STOP")
-    assert said(caplog)[-1].endswith("after what runs now (loading the teacher)")
-
-
 def test_a_node_s_other_ranks_say_nothing(
     listener: ShutdownListener, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,14 +174,6 @@ def test_a_rank_of_a_launcher_of_any_name_goes_on_until_that_ends(tmp_path: Path
         run.process.kill()
         run.end()
         assert f"ends: the end of its launcher (process {run.process.pid})" in run.output()
-
-
-@pytest.mark.skipif(not leaves_orphans_to_the_system(), reason="another than process 1 adopts processes")
-def test_a_rank_whose_launcher_has_ended_before_it_looks_stops_at_once(tmp_path: Path) -> None:
-    words = ["bash", "-c", '"$@" $$ &', "launcher", sys.executable, "-c", RANK_OF_A_LAUNCHER]
-    with background_run(words, tmp_path / "log", **LAUNCHED) as run:
-        run.end()
-        assert "begins: the end of its launcher" in run.output()
 
 
 @pytest.mark.skipif(not unshares(), reason="needs the right to make a PID namespace")

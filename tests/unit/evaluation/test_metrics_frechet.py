@@ -61,16 +61,6 @@ def test_the_distance_does_not_change_when_both_sides_turn_and_grows_as_the_squa
     assert frechet(3 * x_ND, 3 * y_ND) == pytest.approx(9 * frechet(x_ND, y_ND))
 
 
-def test_the_distance_of_many_samples_is_that_of_their_gaussians() -> None:
-    x_ND, y_ND = normal(20_000, 3, 0), 2 * normal(20_000, 3, 1) + torch.tensor([3.0, 0, 0])
-    assert frechet(x_ND, y_ND) == pytest.approx(9 + 3, rel=0.02)
-
-
-def test_fewer_samples_of_one_source_lie_further_apart() -> None:
-    few, many = (frechet(normal(n, 8, 0), normal(n, 8, 1)) for n in (20, 2000))
-    assert few > 20 * many > 0
-
-
 @pytest.mark.parametrize("n", [2, 3, 40])
 def test_a_distance_that_rounding_puts_below_0_is_0(n: int) -> None:
     x_ND = 1e6 + normal(n, 8, 0)
@@ -107,12 +97,6 @@ def test_the_interval_of_two_means_is_that_of_their_standard_error() -> None:
     e = frechet_estimate(a_N[:, None] + far, torch.zeros(40, 1, 1, dtype=DOUBLE))
     error = 2 * (a_N.mean() + far) * a_N.std() / math.sqrt(40)
     assert (e.high - e.value) / Z == pytest.approx(error.item(), rel=1e-3)
-
-
-def test_equal_sets_have_distance_0_and_no_doubt() -> None:
-    x_NFD = normal(24, 4, 0).view(8, 3, 4)
-    e = frechet_estimate(x_NFD, x_NFD)
-    assert (e.value, e.low, e.high) == pytest.approx((0, 0, 0), abs=1e-6)
 
 
 def test_prompts_are_left_out_with_all_their_frames() -> None:

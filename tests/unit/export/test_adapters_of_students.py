@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from wandistiller.checkpoint.facts import Facts
-from wandistiller.export.formats.lora import LoraFormat, ranks_in_words, write_adapter_card
+from wandistiller.export.formats.lora import LoraFormat, write_adapter_card
 from wandistiller.export.source import Source
 from wandistiller.utils.errors import ConfigError
 from wandistiller.wan.pipeline import open_wan
@@ -28,13 +28,6 @@ def test_adapters_of_a_student_with_fewer_layers_are_refused_before_anything_is_
     with pytest.raises(ConfigError, match="Leave out --adapter and --format lora"):
         LoraFormat().write(of_adapters(wan1, tmp_path / "run", init=init), tmp_path / name)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_card_names_the_rank_of_both_experts_once_and_different_ones_with_their_experts() -> None:
-    both = ["transformer", "transformer_2"]
-    assert ranks_in_words(both, ["Rank 4", "Rank 4"]) == "Rank 4"
-    different = "Rank 4 (high-noise expert); Rank 2 (low-noise expert)"
-    assert ranks_in_words(both, ["Rank 4", "Rank 2"]) == different
 
 
 @pytest.mark.parametrize(

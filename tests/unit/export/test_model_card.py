@@ -11,12 +11,10 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler as Euler
 from diffusers import UniPCMultistepScheduler, WanTransformer3DModel
-from huggingface_hub import ModelCard
 from huggingface_hub.repocard import metadata_load
 from PIL import Image, ImageOps
 from published_wan import hub_cache
 from ranks import edit_json, write_json
-from small_wan import IMAGE_FORMS, make_wan
 
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.data.media import MediaReader, Size
@@ -24,7 +22,7 @@ from wandistiller.export import model_card
 from wandistiller.export.formats.diffusers import write_pipeline_card
 from wandistiller.export.formats.lora import write_adapter_card
 from wandistiller.export.formats.original import original_state, write_original_card
-from wandistiller.export.model_card import comfy_nodes, split_step
+from wandistiller.export.model_card import split_step
 from wandistiller.export.output import write_file
 from wandistiller.export.source import Source, without_places
 from wandistiller.flow import RENOISE
@@ -148,38 +146,6 @@ def test_of_licences_only_a_file_of_the_teacher_s_folder_is_copied_and_into_the_
     assert said == ("LICENSE" if inside else link)
 
 
-def test_a_card_without_a_licence_says_so(wan1: Path, tmp_path: Path) -> None:
-    write_pipeline_card(tmp_path, about(open_wan(str(wan1)), tmp_path), "")
-    text = (tmp_path / "README.md").read_text()
-    assert "license" not in metadata_load(tmp_path / "README.md") and "names no licence" in text
-
-
-@pytest.mark.parametrize("form", ["pipeline", "original", "lora"])
-@pytest.mark.parametrize(("repository", "where"), [("", "THIS_FOLDER"), ("org/student", "org/student")])
-def test_every_form_has_recipe_picture_tables_and_how_to_run_it(
-    teacher: WanFolder, tmp_path: Path, form: str, repository: str, where: str
-) -> None:
-    run, folder = tmp_path / "run", tmp_path / "export"
-    (run / "samples").mkdir(parents=True)
-    folder.mkdir()
-    (run / "samples" / "step_00000005.png").write_bytes(b"a picture")
-    (run / "evaluation.md").write_text("# title\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\nnotes")
-    source, files = about(teacher, run), ["w.safetensors"]
-    if form == "pipeline":
-        call = f'from_pretrained("{where}"'
-        write_pipeline_card(folder, source, repository)
-    elif form == "original":
-        call = f'w.safetensors", config="{repository or "w.card"}")'  # the file lies beside its folder
-        write_original_card(folder, source, repository, files, False, "w.card")
-    else:
-        call = f'load_lora_weights("{where}", weight_name="w.safetensors"'
-        write_adapter_card(folder, source, repository, "Rank 4", files, comfy="")
-    text = ModelCard.load(folder / "README.md").text
-    for words in ('"seed": 0', "![samples](samples.png)", "| 1 | 2 |", call):
-        assert words in text, words
-    assert (folder / "samples.png").read_bytes() == b"a picture" and (folder / "wandistiller.json").is_file()
-
-
 @pytest.fixture
 def evaluated(tmp_path: Path) -> Path:
     """A run of 7 steps with checkpoints, pictures and an evaluation; of its last student unless changed."""
@@ -236,40 +202,6 @@ def test_a_bfloat16_file_opens_with_the_config_beside_its_card(wan1: Path, tmp_p
             assert torch.equal(value, model.get_parameter(name).to(value.dtype)), name
 
 
-def of_two_experts(teacher: WanFolder, run: Path, **more: Any) -> Source:
-    two = {"experts": ["transformer", "transformer_2"], "boundary": 0.875, "shift": 12.0, "steps": 40}
-    return about(teacher, run, **two | more)
-
-
-def test_cards_of_two_experts_name_boundary_shift_and_the_step_where_the_experts_change(
-    teacher: WanFolder, tmp_path: Path
-) -> None:
-    """sigma = 12 u / (1 + 11 u) is 0.875 at u = 0.875 / (12 - 11 * 0.875) = 0.368: step 25.3 of 40."""
-    source, files = of_two_experts(teacher, tmp_path), ["high.safetensors", "low.safetensors"]
-    write_original_card(tmp_path, source, "", files, False, "w.card")
-    text = (tmp_path / "README.md").read_text()
-    assert "from 0.875 up" in text and "shift 12 |" in text and text.count("start_at_step 26") == 1
-    assert "end_at_step 26, return_with_leftover_noise enable" in text and "3 of 4, 6 of 8, 13 of 20" in text
-    write_adapter_card(tmp_path, source, "", "Rank 4", files, comfy="w.card")
-    text = (tmp_path / "README.md").read_text()
-    assert "end_at_step 26" in text
-    assert "two ModelSamplingSD3, one after each LoraLoaderModelOnly | shift 12 |" in text
-    assert 'load_lora_weights("FOLDER_OF_THE_FILES", weight_name="high.safetensors")' in text
-
-
-def test_numbers_of_a_card_have_no_digits_of_rounding(teacher: WanFolder, tmp_path: Path) -> None:
-    """4 s / (s + 3) is 1.75 at s = 7 / 3, and ends at a quarter of that."""
-    few = {"shift": 2.3333333333, "steps": 4, "few_steps": [1.0, 0.875, 0.7, 0.4375], "sampler": "euler"}
-    source = of_two_experts(teacher, tmp_path, boundary=0.9374362528324127, **few)
-    write_adapter_card(
-        tmp_path, source, "", "Rank 4", ["high.safetensors", "low.safetensors"], comfy="w.card"
-    )
-    text = (tmp_path / "README.md").read_text().partition("How it was made")[0]
-    assert "num_train_timesteps=1000, shift=1.75, shift_terminal=0.4375)" in text
-    assert "timestep shift 2.33333." in text and "shift 2.33333 |" in text
-    assert "boundary_ratio=0.9374362528)" in text
-
-
 @pytest.mark.parametrize("boundary", [0.875, 0.9])
 @pytest.mark.parametrize("shift", [3.0, 5.0, 12.0])
 @pytest.mark.parametrize("steps", [4, 20, 40])
@@ -280,30 +212,6 @@ def test_the_experts_change_where_diffusers_changes_them(shift: float, boundary:
     scheduler.set_timesteps(steps)
     wanted = sum(t >= boundary * 1000 for t in scheduler.timesteps.tolist())
     assert split_step(Facts(shift=shift, boundary=boundary), steps) == wanted
-
-
-@pytest.mark.parametrize(("num_frames", "call"), [(1, 'frames[0].save("'), (9, 'export_to_video(frames, "')])
-def test_a_card_saves_an_image_or_a_video(
-    teacher: WanFolder, tmp_path: Path, num_frames: int, call: str
-) -> None:
-    write_pipeline_card(tmp_path, about(teacher, tmp_path, num_frames=num_frames), "org/student")
-    code = in_call(tmp_path / "README.md")
-    compile(code, "card", "exec")
-    assert call in code and ("export_to_video" in code) == (num_frames > 1)
-
-
-@pytest.mark.parametrize("form", IMAGE_FORMS)
-def test_cards_of_image_to_video_give_the_frames_that_the_wan_takes(form: str, tmp_path: Path) -> None:
-    teacher = open_wan(str(make_wan(tmp_path / "wan", **IMAGE_FORMS[form])))
-    source = about(teacher, tmp_path, image_to_video=True, num_frames=5)
-    both = form == "Wan2.1-FLF2V-14B"
-    write_pipeline_card(tmp_path, source, "")
-    assert (
-        'last_image=ImageOps.fit(load_image("last_image.png"), ' in in_call(tmp_path / "README.md")
-    ) == both
-    joined = "WanFirstLastFrameToVideo" if both else "WanImageToVideo"
-    latent = "Wan22ImageToVideoLatent" if form == "Wan2.2-TI2V-5B" else joined
-    assert f"In ComfyUI, `{latent}` has" in comfy_nodes(source.facts, "Load Diffusion Model")
 
 
 @pytest.mark.parametrize("fit", [None, "crop", "letterbox"])
@@ -352,16 +260,3 @@ def test_with_the_card_s_settings_diffusers_takes_the_levels_of_sample_in_every_
         assert scheduler.sigmas[:-1].tolist() == list(few_steps(shift, steps, None).sigmas)
         trained = [shift * u / (1 + (shift - 1) * u) for u in (1 - k / steps for k in range(steps))]
         assert scheduler.sigmas[:-1].tolist() == pytest.approx(trained, abs=0.002)
-
-
-@pytest.mark.parametrize("boundary", [None, 0.875])
-def test_the_card_of_a_renoise_student_has_a_call_for_every_smaller_number_of_steps(
-    teacher: WanFolder, boundary: float | None
-) -> None:
-    few = {"few_steps": [1.0, 0.9375, 0.8333, 0.625], "sampler": RENOISE, "shift": 5.0, "boundary": boundary}
-    names = {"experts": ["transformer", "transformer_2"]} if boundary else {}
-    text = model_card.few_steps_sentence(facts(teacher, **few | names))
-    rows = [line for line in text.splitlines() if line.startswith(("| 1 ", "| 2 ", "| 3 "))]
-    assert len(rows) == 3 and "shift=1.0, shift_terminal=None)" in rows[0]
-    assert all(("boundary_ratio=" in row) == bool(boundary) for row in rows)
-    assert "no other number" in model_card.few_steps_sentence(facts(teacher, **few | {"sampler": "euler"}))

@@ -180,10 +180,3 @@ def test_name_and_token_are_tried_before_anything_is_exported(
     assert main(words.split()) == 2  # there is no run either, which is not even looked for
     error = capsys.readouterr().err
     assert message in error and error.count("error: ") == 1 and "no checkpoint there" not in error
-
-
-@pytest.mark.usefixtures("unreachable")
-def test_a_hub_out_of_reach_is_an_error_before_the_export() -> None:
-    message = "Nothing was exported; once the hub can be reached, give the same command again"
-    with pytest.raises(ConfigError, match=message):
-        check("org/student")

@@ -81,16 +81,6 @@ def test_losses_of_a_real_run_of_two_experts_raise_no_alarm(tmp_path: Path) -> N
     assert two_experts(tmp_path, [HIGH] * 3, LOW, OF_HIGH) == []
 
 
-def test_an_expert_s_steps_are_compared_with_its_own(tmp_path: Path) -> None:
-    seldom = set(range(10, 101, 10)) | set(range(101, 111))
-    assert two_experts(tmp_path, [30.0] * 20, [1.0] * 90, seldom) == []
-
-
-def test_an_expert_whose_loss_blows_up_is_named(tmp_path: Path) -> None:
-    assert two_experts(tmp_path, [1.0] * 20 + [4.0] * 10, [30.0] * 30, set(range(1, 61, 2))) == ["blow-up"]
-    assert "The loss of the high-noise expert has grown" in (tmp_path / "alarms.jsonl").read_text()
-
-
 @pytest.mark.parametrize(("last", "kinds"), [(25.0, ["gradient"]), (1e-4, ["no gradient"]), (15.0, [])])
 def test_an_unusual_gradient_raises_an_alarm(last: float, kinds: list[str], tmp_path: Path) -> None:
     assert alarms(tmp_path, FALLING, [*[1.0] * 100, last]) == kinds

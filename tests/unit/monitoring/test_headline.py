@@ -7,7 +7,6 @@ import pytest
 from ranks import write_json
 
 from wandistiller.monitoring.headline import headline
-from wandistiller.monitoring.report import report
 
 LINES = [{"step": step, "loss": loss} for step, loss in enumerate([0.3, None, *[0.2] * 37, 0.1, 0.05], 1)]
 
@@ -70,14 +69,3 @@ def test_a_run_without_evaluation_is_headed_by_its_loss_its_size_and_the_command
     assert loss == ("0.075", "loss, not evaluated", "mean of the last 2 steps; 0.25 in the first 2")
     assert small == ("38.1 %", "of the teacher's parameters", "2.55 M, teacher 6.69 M")
     assert fast.detail.endswith(f"wandistiller evaluate --student_path '{output / 'student'}'")
-
-
-def test_losses_that_were_never_finite_are_called_so(tmp_path: Path) -> None:
-    assert headline(tmp_path, tmp_path, [{"step": 1, "loss": None}])[0].value == "not finite"
-
-
-def test_the_figures_stand_first_on_the_page(tmp_path: Path) -> None:
-    write_json(tmp_path / "evaluation.json", EVALUATED)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5, "seconds": 2.0, "memory_gib": {}}\n')
-    after = report(tmp_path).read_text().partition("</h1>")[2]
-    assert after.index("98.4 %") < after.index("25 %") < after.index("40 %") < after.index("<table>")

@@ -130,15 +130,3 @@ def test_plan_looks_at_the_disks_that_the_run_names(
     assert main(["plan", *words.split(), "--cache_dir", str(MEMORY / "nowhere")]) == 0
     output = capsys.readouterr().out
     assert f"of the disk of {MEMORY / 'nowhere'} (" in output and output.count("of the disk of ") > 1
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("quiet_logging")
-def test_plan_counts_files_and_names_what_fewer_checkpoints_save(
-    published: Path, capsys: pytest.CaptureFixture
-) -> None:
-    machine = "--gpus 8 --gpu_memory 80 --host_memory 1000 --max_steps 5000 --disk"
-    each = written(job(published, "Wan2.1-T2V-14B"), accelerator=True).checkpoint / GIB
-    hint = f"(30.0 GiB of them kept in reserve) leave. --keep_checkpoints 1 takes {2 * each:.1f} GiB less"
-    assert "does NOT fit" not in planned.plan_output(published, capsys, f"{machine} 2000")
-    assert f"GiB of disk {hint}" in planned.plan_output(published, capsys, f"{machine} 300", fits=False)

@@ -6,13 +6,12 @@ from typing import Any
 import pytest
 from ranks import program
 
-from wandistiller.distributed import collectives
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.nvme import lock_problems, locked_bytes
 from wandistiller.engine.zero_memory import Bytes
-from wandistiller.planner.machine import Machine, demands, this_machine
+from wandistiller.planner.machine import Machine, demands
 from wandistiller.utils.files import read_json
-from wandistiller.utils.system_memory import GIB, disk_free, host_free
+from wandistiller.utils.system_memory import GIB, host_free
 
 MEMINFO = "MemTotal:  65536000 kB\nMemFree:  1000 kB\nMemAvailable:  41943040 kB\n"  # 40 GiB
 
@@ -108,17 +107,6 @@ FREE = {
 @pytest.mark.parametrize(("cgroup", "groups", "free"), FREE.values(), ids=FREE)
 def test_free_cpu_memory_is(tmp_path: Path, cgroup: str, groups: dict[str, Any], free: int) -> None:
     assert host_free(system(tmp_path, cgroup, **groups)) == free * GIB
-
-
-def test_a_folder_that_is_not_there_yet_has_its_parent_s_disk(tmp_path: Path) -> None:
-    assert disk_free(tmp_path / "not" / "yet") == pytest.approx(disk_free(tmp_path), rel=0.01)
-
-
-def test_this_machine_is_measured_without_other_ranks(tmp_path: Path) -> None:
-    machine = this_machine(tmp_path)
-    assert (machine.ranks, machine.ranks_on_node) == (1, 1)
-    assert (machine.device_free is None) == (collectives.device().type == "cpu")
-    assert 0 < machine.host_free < 2**50 and machine.disk_free > 0
 
 
 PROGRAM = """import dataclasses, json, sys

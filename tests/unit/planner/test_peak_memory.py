@@ -45,16 +45,6 @@ def test_a_node_needs_the_most_of_one_moment_not_the_sum_of_several_moments_peak
     assert of_cpu.need == 9 and 3 * most(phases).host + most(phases).node == 15
 
 
-def test_the_most_of_all_phases_is_taken_kind_by_kind() -> None:
-    phases = {"a": PhasePeak({"x": Bytes(device=2, host=9)}), "b": PhasePeak({"x": Bytes(3, 1, 4)})}
-    assert most(phases) == Bytes(device=4, host=9)
-
-
-def test_without_an_accelerator_all_is_cpu_memory(published: Path) -> None:
-    peaks = [phase.peak() for phase in plan(job(published, ON_CPU), ON_CPU).values()]
-    assert all((peak.device, peak.transient) == (0, 0) for peak in peaks)
-
-
 @pytest.mark.parametrize(("size", "fits"), [((64, 64, 1), True), ((480, 832, 81), False)])
 def test_on_a_cpu_what_the_teacher_freed_stays_beside_the_student_up_to_512_mib(
     published: Path, size: tuple[int, int, int], fits: bool
@@ -167,18 +157,6 @@ def test_at_stage_0_gradients_are_there_three_times_in_a_step_and_once_at_its_st
     assert phases["load"].at("optimizer's start").transient == 4 * numel
 
 
-@pytest.mark.parametrize(
-    ("engine", "gathered"), [("zero2", []), ("zero3", ["student's gathered weights, in a step"])]
-)
-def test_drawing_needs_gathered_weights_and_no_gradients(
-    published: Path, engine: str, gathered: list[str]
-) -> None:
-    phases = plan(job(published, EIGHT_80, deepspeed_config=f"ds_configs/student/{engine}.json"), EIGHT_80)
-    training, drawing = (phases[name].alternatives["student"] for name in ("train", "draw"))
-    assert drawing.keys() == {"student's activations", *gathered}
-    assert all(drawing[name] == training[name] for name in gathered)
-
-
 def test_an_owner_s_teacher_takes_cpu_memory_once_a_node(published: Path) -> None:
     """Whose ranks have as little besides as those of one copy for all; a rank's own peak is the owner's."""
     takes = {}
@@ -221,16 +199,6 @@ def test_a_run_without_a_teacher_in_training_holds_none_there(published: Path) -
     phases = plan(job(published, ONE_24, objective="trajectory"), ONE_24)
     assert "teacher's weights" not in phases["train"].kept
     assert "teacher's weights" in phases["prepare"].alternatives["rollouts"]
-
-
-def test_checkpointing_and_a_smaller_micro_batch_take_less(published: Path) -> None:
-    def peak(ds: dict[str, Any]) -> int:
-        return plan(job(published, ONE_24, deepspeed_config=ds, num_frames=17), ONE_24)["train"].peak().device
-
-    ds = read_json("ds_configs/student/zero2_offload.json")
-    two = ds | {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
-    without = {key: value for key, value in ds.items() if key != "activation_checkpointing"}
-    assert peak(ds) < min(peak(two), peak(without))
 
 
 def test_adapters_of_a_7b_take_little_beside_its_weights(published: Path) -> None:

@@ -189,12 +189,6 @@ def test_what_is_recommended_fits_and_nothing_simpler_does(published: Path, wan:
     assert not any(pair.choice(pair.sizes[2], EIGHT_80).fits(EIGHT_80) for pair in simpler)  # four samples
 
 
-def test_with_room_for_the_teacher_nothing_is_streamed(published: Path) -> None:
-    """Eight samples a call would hide the streaming."""
-    best = next(choices(job(published, EIGHT_80, SMALL), EIGHT_80))
-    assert (best.student, best.teacher) == ("zero2", "replicated")
-
-
 ENGINE = {
     "train_batch_size": 16,
     "train_micro_batch_size_per_gpu": 2,

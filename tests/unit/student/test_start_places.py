@@ -92,17 +92,6 @@ def test_a_folder_of_two_files_begins_each_network_with_its_own(
         torch.testing.assert_close(begun(job_with(tmp_path, wan2, str(tmp_path / "two"), student)), [own])
 
 
-def test_a_file_of_both_experts_begins_each_network_with_its_own_keys(
-    wan2: Path, tmp_path: Path, one_rank: torch.device
-) -> None:
-    of_two = [load_file(file) for file in pair(wan2, tmp_path).values()]
-    low = {key.replace("transformer.", "transformer_2."): t for key, t in of_two[1].items()}
-    (tmp_path / "x").mkdir()
-    save_file(of_two[0] | low, file := tmp_path / "x" / "style.safetensors")
-    wanted = [change_in(file), change_in(file, "transformer_2")]
-    torch.testing.assert_close(begun(job_with(tmp_path, wan2, str(file), TWO)), wanted)
-
-
 @pytest.mark.parametrize("side", ["low_noise", "high_noise"])
 def test_a_file_for_an_expert_that_no_network_is_made_of_is_refused(
     side: str, wan2: Path, tmp_path: Path, one_rank: torch.device
@@ -114,15 +103,6 @@ def test_a_file_for_an_expert_that_no_network_is_made_of_is_refused(
             f"recipe: `lora.start`: {file} is for the {side.replace('_', '-')} expert, which"
         )
         assert f"Leave it out, or write both={file}." in text
-
-
-def test_a_teacher_of_one_network_takes_a_file_of_any_name_and_no_low_noise_expert_s(
-    wan1: Path, tmp_path: Path, one_rank: torch.device
-) -> None:
-    file = pair(wan1, tmp_path)["low_noise"]
-    for start in (file, {"high_noise": file}):
-        torch.testing.assert_close(begun(job_with(tmp_path, wan1, start, {})), [change_in(Path(file))])
-    assert "is for the low-noise expert, which" in refusal(tmp_path, wan1, {"low_noise": file}, {})
 
 
 def test_one_file_for_both_networks_counts_by_its_content_for_each(

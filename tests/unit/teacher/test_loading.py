@@ -81,12 +81,6 @@ def test_an_arena_s_tensors_are_aligned_apart_and_zero() -> None:
     assert [t.data_ptr() % ALIGNED for t in (first, second, third)] == [0, 0, 0]
 
 
-def test_an_arena_lives_as_long_as_its_tensors() -> None:
-    kept = Arena(ALIGNED).take(torch.empty(4))
-    kept.fill_(7)
-    assert kept.tolist() == [7, 7, 7, 7]
-
-
 def test_parameters_whose_parts_are_in_cpu_memory_are_gathered_on_the_accelerator(
     wan1: Path, one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

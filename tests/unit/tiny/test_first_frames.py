@@ -1,18 +1,13 @@
 """The embedded image-to-video teacher: the picture says what is seen, the prompt how it moves."""
 
-import json
-
 import pytest
 import torch
-from diffusers import WanImageToVideoPipeline
 from PIL import Image
 
 from wandistiller.data.dataset import read_dataset
 from wandistiller.tiny import clips, first_frames, video_scores
-from wandistiller.tiny.making.scores import chosen, megabytes, open_pipeline, sample
-from wandistiller.tiny.making.worlds import WORLDS
+from wandistiller.tiny.making.scores import chosen
 
-WORLD = WORLDS["first_frame"]
 NAMES = chosen(first_frames.HELD_OUT, 8)
 
 
@@ -43,25 +38,3 @@ def test_every_scene_of_a_set_is_a_row_with_its_picture(data: str, names: list[s
     found = [first_frames.NAMES[item.prompt, item.image.name] for item in items]
     assert set(names) <= set(found) and len(set(found)) == len(found)
     assert all(Image.open(item.image).size == (48, 48) for item in items[:5])
-
-
-@pytest.fixture(scope="module")
-def pipeline() -> WanImageToVideoPipeline:
-    return open_pipeline(WORLD.pipeline)
-
-
-def test_the_stock_pipeline_has_the_form_of_i2v_a14b(pipeline: WanImageToVideoPipeline) -> None:
-    config = pipeline.transformer.config
-    assert isinstance(pipeline, WanImageToVideoPipeline) and pipeline.config.boundary_ratio == 0.9
-    assert (config.in_channels, config.out_channels, config.image_dim) == (36, 16, None)
-    assert json.loads((WORLD.pipeline / "model_index.json").read_text())["image_encoder"] == [None, None]
-
-
-def test_its_folder_is_below_14_megabytes() -> None:
-    assert megabytes(WORLD.pipeline) < 14
-
-
-@pytest.mark.slow
-def test_seven_of_eight_held_out_clips_are_fully_right(pipeline: WanImageToVideoPipeline) -> None:
-    clip_BCFHW = sample(WORLD, pipeline, NAMES, steps=20, guidance=(2.0, 2.0))
-    assert sum(video_scores.fully_right(clip_BCFHW, NAMES, begins=True)) >= 7

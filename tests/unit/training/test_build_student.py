@@ -27,15 +27,10 @@ from wandistiller.data.tensor_cache import Measured
 from wandistiller.experts import Expert
 from wandistiller.network.network import Network
 from wandistiller.student.calibration import VelocityError, error_rows, velocity_error
-from wandistiller.student.layer_importance import ROUNDS, importance, write_importance
+from wandistiller.student.layer_importance import ROUNDS, importance
 from wandistiller.teacher.base import (
-    Guidance,
-    GuidedTeacher,
     LocalTeacher,
-    OwnerTeacher,
     local_modules,
-    local_networks,
-    without_guidance,
 )
 from wandistiller.training.build_student import begins_as_teacher, initial_learners, require_finite_start
 from wandistiller.training.prepare import prepare, ranks_of
@@ -143,31 +138,6 @@ def test_a_band_has_its_lower_end_and_the_last_both_in_losses_and_in_errors() ->
     error = VelocityError(error_rows(batch, torch.zeros(3, 3), torch.randn(3, 3)))
     assert list(error.by_sigma()) == ["0-0.25", "0.5-0.75", "0.75-1"]
     assert list(by_sigma(sigma_N, torch.tensor([0.0, 0.6, 1.0]))) == ["0-0.2", "0.6-0.8", "0.8-1"]
-
-
-def test_the_local_teacher_is_unwrapped_from_guidance_and_owner() -> None:
-    local = two_experts(1)
-    guided = GuidedTeacher(local, Guidance(torch.zeros(512, 32), dict.fromkeys(Expert, 2.0)))
-    assert without_guidance(guided) is local and without_guidance(OwnerTeacher(guided, 0, [0])).inner is local
-    assert (
-        local_networks(OwnerTeacher(local, 0, [0])) is local.experts
-        and local_networks(OwnerTeacher(None, 1, [0, 1])) == {}
-    )
-
-
-def test_the_file_of_importance_has_every_round_and_the_blocks_that_stay(tmp_path: Path) -> None:
-    write_importance(tmp_path, [{0: 0.5, 1: 0.25, 2: 1.0}, {0: 0.6, 2: 1.1}], Expert)
-    written = json.loads((tmp_path / "importance.json").read_text())
-    assert written["kept"] == [0, 2] and written["relative_error_without"][0] == {
-        "0": 0.5,
-        "1": 0.25,
-        "2": 1.0,
-    }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("begin")
 
 
 def begun(

@@ -42,11 +42,6 @@ def test_the_png_of_clips_has_teacher_above_student_in_the_first_middle_and_last
     assert (tmp_path / "step.mp4").is_file()
 
 
-def test_the_middle_frames_of_clips_are_pictures_in_0_to_1() -> None:
-    for row in rows(drawer(5)).values():
-        assert all(torch.equal(image_CHW, torch.full((3, 128, 128), 128 / 255)) for image_CHW in row.middle)
-
-
 def test_an_image_is_kept_as_it_was_decoded() -> None:
     pixels_CFHW = torch.rand(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     look = drawer(1)._look(pixels_CFHW)

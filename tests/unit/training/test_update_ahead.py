@@ -55,11 +55,6 @@ def test_an_error_in_reading_ahead_is_raised_where_the_samples_are_needed() -> N
         reads(1, 0)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ahead")
-
-
 def trainer(folder: Path, wan: Path, name: str, **block: Any) -> Trainer:
     """A trainer of 4 micro-steps an update, with pictures after its fourth step."""
     teacher = {"zero_optimization": {"stage": 0}, "wandistiller": {"guidance_passes": 1} | block}

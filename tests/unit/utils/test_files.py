@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import json
 import os
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from wandistiller.utils.files import (
     lock,
     system_error,
     take_lock,
-    write_json,
 )
 
 
@@ -54,13 +52,6 @@ def test_a_folder_appears_whole_or_after_an_error_not_at_all(tmp_path: Path) -> 
     with atomic(tmp_path / "a") as temporary:
         folder_with(temporary, x=b"1")
     assert (tmp_path / "a" / "x").read_bytes() == b"1" and os.listdir(tmp_path) == ["a"]
-
-
-def test_json_keeps_chinese_readable_and_comes_back_equal(tmp_path: Path) -> None:
-    value = {"prompt": "色调艳丽", "n": [1, 2.5, None]}
-    write_json(tmp_path / "a.json", value)
-    text = (tmp_path / "a.json").read_text(encoding="utf-8")
-    assert "色调艳丽" in text and json.loads(text) == value
 
 
 def test_a_digest_depends_on_parts_and_types_but_not_on_the_order_of_keys() -> None:

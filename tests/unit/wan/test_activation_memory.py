@@ -44,13 +44,17 @@ IN_BOTH = slow_but(
 )
 
 
+@pytest.mark.parametrize("sharers", [1, 4])
 @pytest.mark.parametrize(("block", "dtype"), IN_BOTH, ids=str)
-def test_planned_activations_are_the_measured_peak_of_forward_and_backward(
-    one_rank: torch.device, block: dict[str, Any], dtype: str
+def test_planned_activations_of_all_or_a_part_of_the_tokens_are_the_measured_peak(
+    one_rank: torch.device, block: dict[str, Any], dtype: str, sharers: int
 ) -> None:
     engine, layers = student_engine(dtype, **block), 6
     model, _ = network(layers, engine)
-    planned = activation_bytes(config(layers), engine, LATENT, MICRO, accelerator=False).transient
+    how = {"accelerator": False, "sharers": sharers}
+    planned = activation_bytes(config(layers), engine, LATENT, MICRO, **how).transient
+    if sharers > 1:
+        share_sequences(model, ImaginedRanks(sharers))
     measured = peak_bytes(lambda: predict(model).square().mean().backward())
     assert planned == pytest.approx(measured, rel=0.15)
 
@@ -105,18 +109,6 @@ def test_planned_memory_of_compared_hidden_states_is_the_measured_peak(
     items = (engine.dtype.itemsize, engine.dtype.itemsize)
     planned += compared_bytes(layers, (TOKENS, TOKENS), MICRO, MICRO, (teacher_width, 256), items, engine)
     assert planned == pytest.approx(peak_bytes(run), rel=0.15)
-
-
-@pytest.mark.parametrize(("block", "dtype"), IN_BOTH, ids=str)
-def test_planned_activations_of_a_part_of_the_tokens_are_the_measured_peak(
-    one_rank: torch.device, block: dict[str, Any], dtype: str
-) -> None:
-    engine, layers = student_engine(dtype, **block), 6
-    model, _ = network(layers, engine)
-    planned = activation_bytes(config(layers), engine, LATENT, MICRO, accelerator=False, sharers=4).transient
-    share_sequences(model, ImaginedRanks(4))
-    measured = peak_bytes(lambda: predict(model).square().mean().backward())
-    assert planned == pytest.approx(measured, rel=0.15)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from torch import nn
 
 from wandistiller.utils.files import read_json
 from wandistiller.wan.activation_memory import Live
-from wandistiller.wan.components import UMT5_XXL, decoded, encoded, text_encoder_of, vae_of
+from wandistiller.wan.components import decoded, encoded, text_encoder_of, vae_of
 from wandistiller.wan.fake_tensor_memory import ON_CPU, coding, shortened, text_encoding
 from wandistiller.wan.pipeline import TINY
 
@@ -109,13 +109,3 @@ def test_planned_memory_of_a_published_vae_is_what_a_gpu_measured_to_a_thousandt
         shape = latents if plan == "decode" else (1, 3, frames, 480, 832)
         need = coding(plan, vae, shape, accelerator=True)
         assert need.work / MIB == pytest.approx(measured, rel=2e-3)
-
-
-def test_the_vae_of_wan21_has_127_million_parameters() -> None:
-    need = coding("decode", WAN21, (1, 16, 1, 60, 104), accelerator=True)
-    assert need.weights == pytest.approx(4 * 126.9e6, rel=1e-3)
-
-
-def test_umt5_xxl_has_5_7_billion_parameters_and_little_else() -> None:
-    need = text_encoding(UMT5_XXL, "bfloat16", accelerator=True)
-    assert need.weights == pytest.approx(2 * 5.68e9, rel=1e-3) and need.work < 0.02 * need.weights

@@ -121,12 +121,6 @@ def test_a_name_that_is_no_file_is_refused_with_what_to_do(name: str, text: str)
     assert str(raised.value).startswith(f"{name}: ") and text in str(raised.value)
 
 
-def test_a_name_in_the_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    file = file_in(tmp_path, "it")
-    assert files_of("~/it.safetensors") == [file]
-
-
 def test_a_file_that_names_no_expert_is_refused_for_two_with_the_three_spellings(tmp_path: Path) -> None:
     files = [file_in(tmp_path / "x", name) for name in ("style_hi", "style_lo")]
     with pytest.raises(ConfigError) as raised:

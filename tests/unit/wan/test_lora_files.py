@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import WanPipeline
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -40,19 +39,6 @@ def made(folder: Path) -> Path:
         state |= {key("A"): a, key("B"): b}
     save_file(state, folder / "file.safetensors")
     return folder / "file.safetensors"
-
-
-def test_each_layer_has_the_factor_of_its_own_rank_and_alpha(tmp_path: Path) -> None:
-    """As peft stores them for layers by part: alpha 2 and rank 4, and alpha 3 and rank 2."""
-    first, second, *_ = LAYERS
-    (a, b), (c, d) = factors(first), factors(second)
-    state = {f"{first}.lora_A.weight": a, f"{first}.lora_B.weight": b}
-    state |= {f"{second}.lora_A.weight": c[:2].clone(), f"{second}.lora_B.weight": d[:, :2].clone()}
-    config = {"r": RANK, "lora_alpha": ALPHA, "alpha_pattern": {r"attn2\.to_out\.0": 3}}
-    WanPipeline.save_lora_weights(tmp_path, state, transformer_lora_adapter_metadata=config)
-    found = read_lora(tmp_path / "pytorch_lora_weights.safetensors").layers
-    torch.testing.assert_close(found[first].b @ found[first].a, ALPHA / RANK * (b @ a))
-    torch.testing.assert_close(found[second].b @ found[second].a, 3 / 2 * (d[:, :2] @ c[:2]))
 
 
 def test_without_weights_the_shapes_are_known_from_the_header(tmp_path: Path) -> None:
@@ -102,13 +88,6 @@ def test_numbers_that_are_not_finite_are_named_by_file_and_tensor(
     with pytest.raises(ConfigError) as raised:
         require_finite(file)
     assert str(raised.value).startswith(f"{file}: tensor `{key}` holds numbers that are not finite.")
-
-
-def test_a_pointer_of_git_lfs_is_named_as_a_teacher_s_is(tmp_path: Path) -> None:
-    file = tmp_path / "it.safetensors"
-    file.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 123456\n")
-    with pytest.raises(ConfigError, match="it.safetensors: it is a Git LFS pointer, not the file"):
-        read_lora(file)
 
 
 @pytest.mark.parametrize("expert", Expert)

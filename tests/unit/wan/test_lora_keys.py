@@ -1,7 +1,6 @@
 """Keys of LoRA files, in every spelling that trainers have: the same layers; what is no LoRA is refused."""
 
 import json
-import random
 import re
 from pathlib import Path
 from typing import Any
@@ -220,47 +219,3 @@ def test_what_cannot_be_added_is_named_from_the_header(
 ) -> None:
     found = refused(written(tmp_path, STATE | changed))
     assert text in found and re.search(r"\. (Give|Keep|Fetch) [^.]+\.$", found)
-
-
-FOREIGN = [
-    "blocks.1.cross_attn.q_img",
-    "blocks.0.vace.proj",
-    "img_in",
-    "single_blocks.3.linear1",
-    "audio.to_q",
-]
-"""Layers that no Wan has."""
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(
-    ("name", "ends"),
-    [
-        ("transformer.{diffusers}", PEFT),
-        ("base_model.model.{diffusers}", NAMED),
-        ("diffusion_model.{original}", KOHYA),
-        ("lora_unet_{original_}", KOHYA),
-    ],
-    ids=["diffusers", "peft", "ComfyUI", "kohya"],
-)
-def test_foreign_keys_of_any_kind_leave_the_changes_of_the_others_as_they_are(
-    name: str, ends: tuple[str, str], seed: int, tmp_path: Path
-) -> None:
-    """Parts of layers that no Wan has, with and without a trainer's prefix, and other parts of its layers."""
-    draw = random.Random(seed)
-    state = spelled(name, ends, draw.choice([None, ALPHA]))
-    wanted = read(written(tmp_path, state))
-    parts = [*ends, "alpha", "diff", "diff_b", "diff_param", "bias", "weight"]
-    foreign = {}
-    for _ in range(30):
-        layer = draw.choice(FOREIGN)
-        plain = {"diffusers": layer, "original": layer, "original_": layer.replace(".", "_")}
-        spelling = draw.choice([name, "{original}"]).format(**plain)
-        foreign[f"{spelling}.{draw.choice(parts)}"] = torch.ones(2, 3)
-    own = [key.removesuffix(f".{ends[0]}") for key in state if key.endswith(ends[0])]
-    foreign |= {f"{draw.choice(own)}.{end}": torch.ones(3) for end in ("diff_b", "diff_param", "mask")}
-    keys = [*state.items(), *foreign.items()]
-    draw.shuffle(keys)
-    found = read_lora(written(tmp_path, dict(keys)))
-    assert found.left_out == sorted(foreign) and found.layers.keys() == wanted.keys()
-    assert all(torch.equal(b @ a, wanted[layer]) for layer, (a, b) in found.layers.items())

@@ -12,7 +12,7 @@ from wandistiller.wan.components import decoded, encoded, vae_of
 from wandistiller.wan.fake_tensor_memory import coding, tile
 from wandistiller.wan.loaded_components import load_vae
 from wandistiller.wan.pipeline import TINY
-from wandistiller.wan.vae import FittingVae, fitting, room_on
+from wandistiller.wan.vae import FittingVae, fitting
 
 CLIP = (1, 16, 21, 60, 104)  # latents of 81 frames of 480x832
 VAES = {"Wan2.1": (VAE21, 8), "Wan2.2": (VAE22, 16)}
@@ -131,17 +131,3 @@ def test_a_size_that_is_chosen_for_tiles_leaves_others_whole(vae: FittingVae) ->
     assert vae.use_tiling
     decoded(vae, small)
     assert not vae.use_tiling
-
-
-def test_a_call_in_tiles_is_said_once_with_its_bytes(caplog: pytest.LogCaptureFixture) -> None:
-    huge = torch.zeros(()).expand(1, 16, 21, 1000, 1000)  # takes no memory itself, a whole call 1.6 TiB
-    with torch.device("meta"):
-        vae = FittingVae.from_config(PUBLISHED)
-    with caplog.at_level("INFO", "wandistiller"):
-        assert vae._in_tiles("decode", huge) and vae._in_tiles("decode", huge)
-    (said,) = caplog.messages
-    assert said.startswith("the VAE decodes") and "in tiles: a whole call takes" in said
-
-
-def test_the_room_is_part_of_the_free_memory() -> None:
-    assert 0 < room_on(CPU) < 1024 * GIB

@@ -1,6 +1,5 @@
 """Traps of Wan: one time per token, two experts that are one, sigma against steps, missing libraries."""
 
-import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -91,16 +90,6 @@ def drawn(folder: Path, output: Path, **settings: float) -> np.ndarray:
         read_candidate(str(folder)), [PromptItem("a red circle")], output, sampling, 0, torch.float32
     )
     return np.asarray(Image.open(files[0]))
-
-
-def test_the_bar_of_sample_counts_the_steps_of_all_prompts(
-    wan1: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    sampling = Sampling(height=32, width=32, steps=2)
-    items = [PromptItem("a red circle"), PromptItem("a blue one")]
-    sample(read_candidate(str(wan1)), items, tmp_path, sampling, 0, torch.float32)
-    assert [line.partition(",")[0] for line in caplog.messages if "samples: " in line][-1] == "samples: 4/4"
 
 
 # That such a folder has one expert is in test_wan.py.
