@@ -20,7 +20,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from wandistiller.wan.pipeline import WanFolder
+    from wandistiller.wan.folder import WanFolder
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # tests marked gpu start processes that have another
 

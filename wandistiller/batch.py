@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from wandistiller.experts import Expert
 
@@ -115,6 +116,12 @@ class Prediction:
     """Hidden states h_BSD by block number, S a rank's patches, D the teacher's width; the network's dtype."""
     mean: Callable[[Tensor], Tensor] = lambda x: x
     """Averages what is computed of the features over the ranks that share the sample. Collective."""
+
+
+def padded(text_BLD: Tensor, rows: int) -> Tensor:
+    """Return the text with zero rows up to `rows` in all; unchanged if it has as many."""
+    missing = rows - text_BLD.shape[1]
+    return F.pad(text_BLD, (0, 0, 0, missing)) if missing > 0 else text_BLD
 
 
 def to_device(value: Tensor, device: torch.device) -> Tensor:

@@ -97,12 +97,12 @@ def kept(folder: Path, name: str, dtype: str, ranks: int) -> tuple[float, float]
     """MiB that a rank keeps (the owner, where there is one), and of the largest tensor."""
     from wandistiller.teacher.placements.device_map import expand_device_map
     from wandistiller.utils.files import read_json
-    from wandistiller.wan import pipeline, transformer
+    from wandistiller.wan import pipeline
 
     config = pipeline.open_wan(str(folder)).config
     sizes = {
-        n: p.numel() * transformer.parameter_dtype(n, getattr(torch, dtype)).itemsize
-        for n, p in transformer.meta_transformer(config).named_parameters()
+        n: p.numel() * config.dtype_of(n, getattr(torch, dtype)).itemsize
+        for n, p in config.meta().named_parameters()
     }
     whole = sum(sizes.values())
     if name.startswith(("sharded", "zero_inference_cpu")):
@@ -112,7 +112,7 @@ def kept(folder: Path, name: str, dtype: str, ranks: int) -> tuple[float, float]
         whole = ds["buffer_count"] * max(sizes.values()) / ranks  # its buffers; smaller tensors come on top
     if name == "device_map_custom":
         placed = read_json("ds_configs/teacher/device_map_custom.json")["wandistiller"]["device_map"]
-        where = expand_device_map(placed, transformer.top_modules(config))
+        where = expand_device_map(placed, config.top_modules)
         disk = tuple(f"{m}." for m, device in where.items() if device == "disk")
         whole = sum(size for n, size in sizes.items() if not n.startswith(disk))
     return whole / MIB, max(sizes.values()) / MIB

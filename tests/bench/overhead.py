@@ -35,15 +35,15 @@ from states import state
 from torch import Tensor
 from trainers import job_of, parts_of, trainer_of
 
-from wandistiller.batch import Batch
+from wandistiller.batch import Batch, padded
 from wandistiller.distributed import collectives
 from wandistiller.engine.patches import patch_deepspeed
 from wandistiller.experts import Expert
 from wandistiller.training import trainer as training
 from wandistiller.training.trainer import Trainer
+from wandistiller.utils.embedded import TINY
 from wandistiller.utils.files import read_json
-from wandistiller.wan.pipeline import TINY
-from wandistiller.wan.text_padding import merge_text_padding, padded
+from wandistiller.wan.text_padding import merge_text_padding
 from wandistiller.wan.transformer import velocity
 
 CONFIGS = ROOT / "ds_configs"

@@ -10,18 +10,18 @@ method in as many steps, which students of few steps are trained for, as shares 
 import torch
 from common import head, parser, row
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler, WanPipeline
+from networks import network_of
 from torch import Tensor
 
 from wandistiller.batch import Conditioning
 from wandistiller.evaluation.draw_samples import STEPS
 from wandistiller.experts import Expert
 from wandistiller.flow import FewSteps, FlowSchedule
-from wandistiller.network.network import Network
+from wandistiller.network.sampling import denoise, few_step_config
 from wandistiller.teacher.base import LocalTeacher
 from wandistiller.tiny.shapes import HELD_OUT
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.pipeline import open_wan
-from wandistiller.wan.sampling import denoise, few_step_config
 
 FINE = 1000
 """Steps of the reference."""
@@ -37,7 +37,7 @@ def main() -> None:
     pipe.set_progress_bar_config(disable=True)
     prompts = HELD_OUT[:16]
     text_BLD, _ = pipe.encode_prompt(prompts, do_classifier_free_guidance=False, max_sequence_length=512)
-    folder, network = open_wan(args.student), LocalTeacher({Expert.HIGH_NOISE: Network(pipe.transformer)})
+    folder, network = open_wan(args.student), LocalTeacher({Expert.HIGH_NOISE: network_of(pipe.transformer)})
     noise = keyed_normal((len(prompts), *folder.latent_shape(64, 64, 1)), "bench")
 
     def euler(steps: int) -> Tensor:

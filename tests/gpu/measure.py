@@ -36,13 +36,13 @@ from stream_14b import CONFIG, seconds
 
 from wandistiller.distributed import collectives
 from wandistiller.engine.patches import patch_deepspeed
+from wandistiller.network.names import set_parameter
 from wandistiller.teacher.build import build_teacher
 from wandistiller.utils.files import read_json
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import pipeline, transformer
 from wandistiller.wan.components import UMT5_XXL, decoded, encoded, states, text_encoder_of, vae_of
 from wandistiller.wan.fake_tensor_memory import coding, text_encoding
-from wandistiller.wan.transformer import meta_transformer, set_parameter, usual_config
 from wandistiller.wan.transformer_config import TransformerConfig
 
 MIB = 2**20
@@ -51,7 +51,7 @@ BACKENDS = ["native", "_native_cudnn", "flash", "_flash_3"]
 
 def random_wan(config: TransformerConfig, layers: int) -> torch.nn.Module:
     """A random transformer in bf16 on the device."""
-    model = meta_transformer(config.replaced(num_layers=layers))
+    model = config.replaced(num_layers=layers).meta()
     for name, p in list(model.named_parameters()):
         set_parameter(model, name, torch.randn(p.shape, device=KIND, dtype=torch.bfloat16) * 0.02)
     model.rope.to(KIND)
@@ -60,7 +60,7 @@ def random_wan(config: TransformerConfig, layers: int) -> torch.nn.Module:
 
 def kernels(small: bool) -> Iterator[str]:
     """Time four layers of a 14B at one frame and at 81, forward alone and with backward."""
-    config = usual_config(**CONFIG | ({"num_attention_heads": 2, "ffn_dim": 256} if small else {}))
+    config = TransformerConfig.usual(**CONFIG | ({"num_attention_heads": 2, "ffn_dim": 256} if small else {}))
     size, best = (8, 8) if small else (60, 104), {}
     can_compile = KIND == "cpu" or find_spec("triton")
     yield "| frames | attention | compiled | forward ms | forward and backward ms |\n|---|---|---|---|---|"

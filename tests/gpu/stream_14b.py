@@ -95,7 +95,7 @@ def measure(folder: Path, setting: str, batches: list[tuple[int, int]], small: b
     from wandistiller.engine.patches import patch_deepspeed
     from wandistiller.teacher.build import build_teacher
     from wandistiller.utils.keyed_random import keyed_normal
-    from wandistiller.wan import pipeline, transformer
+    from wandistiller.wan import pipeline
 
     patch_deepspeed()
     collectives.init("warning")
@@ -107,8 +107,8 @@ def measure(folder: Path, setting: str, batches: list[tuple[int, int]], small: b
     made = build_teacher(teacher, placed)
     load = time.perf_counter() - start
     nbytes = sum(
-        p.numel() * transformer.parameter_dtype(n, torch.bfloat16).itemsize
-        for n, p in transformer.meta_transformer(teacher.config).named_parameters()
+        p.numel() * teacher.config.dtype_of(n, torch.bfloat16).itemsize
+        for n, p in teacher.config.meta().named_parameters()
     )
     rows, latent = [], SMALL_LATENT if small else LATENT
     for samples, micro_steps in batches:

@@ -20,6 +20,7 @@ from wandistiller.network.blocks import Blocks
 from wandistiller.network.heads import add_projections
 from wandistiller.wan import text_padding
 from wandistiller.wan.context_parallel import share_sequences
+from wandistiller.wan.structure import PARTS
 from wandistiller.wan.transformer import renew_rope, velocity
 from wandistiller.wan.transformer_config import TransformerConfig
 
@@ -49,7 +50,7 @@ def network(
         p.grad = torch.zeros_like(p)
     if engine.recompute:
         deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=engine.for_deepspeed)
-    return model, Blocks(model, engine.recompute, copies=engine.empties_inputs)
+    return model, Blocks(model, PARTS, engine.recompute, copies=engine.empties_inputs)
 
 
 def predict(model: torch.nn.Module, samples: int = MICRO) -> torch.Tensor:

@@ -13,6 +13,7 @@ from small_wan import IMAGE_FORMS, make_wan
 
 from wandistiller.data.conditions import text_fingerprint
 from wandistiller.utils.files import read_json
+from wandistiller.wan.pipeline import open_wan
 
 FLOAT32 = {"bf16": {"enabled": False}}
 NARROW = {"init": "random", "num_layers": 2, "attention_head_dim": 16}
@@ -77,7 +78,8 @@ def numbers(output: Path) -> list[Any]:
 
 def take_texts_of_cpus(wan: Path, source: Path, target: Path) -> None:
     """Copy encoded prompts from a CPU's cache to a GPU's, which would encode them in bf16."""
-    of_cpu, of_gpu = (text_fingerprint(wan, dtype) for dtype in (torch.float32, torch.bfloat16))
+    folder = open_wan(str(wan))
+    of_cpu, of_gpu = (text_fingerprint(folder, dtype) for dtype in (torch.float32, torch.bfloat16))
     shutil.copytree(source / "text" / of_cpu, target / "text" / of_gpu, dirs_exist_ok=True)
 
 

@@ -8,11 +8,10 @@ import planned
 import torch
 from small_wan import make_large_wan
 
+from wandistiller.network.names import is_in_block
 from wandistiller.planner.peak_memory import PROCESS
 from wandistiller.utils.files import read_json
 from wandistiller.wan.pipeline import open_wan
-from wandistiller.wan.structure import is_in_block
-from wandistiller.wan.transformer import parameter_dtype, shapes
 
 SIZES = {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824}
 RANK, MAPS = 64, 8
@@ -64,8 +63,8 @@ def held(teacher: Path, roles: int) -> Held:
     """What a process holds on a CPU, from the shapes alone."""
     config = open_wan(str(teacher)).config
     inside = outside = 0
-    for name, shape in shapes(config).items():
-        nbytes = prod(shape) * parameter_dtype(name, torch.bfloat16).itemsize
+    for name, shape in config.shapes.items():
+        nbytes = prod(shape) * config.dtype_of(name, torch.bfloat16).itemsize
         inside, outside = (inside + nbytes, outside) if is_in_block(name) else (inside, outside + nbytes)
     adapters = config.num_layers * MAPS * 2 * RANK * config.width
     return Held(inside // config.num_layers, inside, outside + roles * STATE * adapters + PROCESS)

@@ -153,12 +153,11 @@ def image_parts() -> dict[str, Any]:
 def make_large_wan(target: Path, dtype: torch.dtype, max_shard_size: str, **config: int) -> Path:
     """Write a pipeline whose only expert has these sizes and random weights, unless `target` exists."""
     from wandistiller.wan.pipeline import open_wan
-    from wandistiller.wan.transformer import meta_transformer
 
     if not target.exists():
         temporary = make_wan(target.with_suffix(".tmp"), experts=1)
         folder = temporary / "transformer"
-        model = meta_transformer(open_wan(str(temporary)).config.replaced(**config))
+        model = open_wan(str(temporary)).config.replaced(**config).meta()
         model = model.to(dtype).to_empty(device="cpu")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         for p in model.parameters():

@@ -30,8 +30,7 @@ from wandistiller.config.job import Job
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.training.prepare import prepare
-from wandistiller.wan import transformer
-from wandistiller.wan.pipeline import WanFolder
+from wandistiller.wan.folder import WanFolder
 
 TORCH_ADAM = ADAM | {"params": ADAM["params"] | {"torch_adam": True}}  # DeepSpeed's own takes 4 s to set up
 FACTS = {  # parameters of each expert; guidance and shift; what height and width are multiples of
@@ -64,7 +63,7 @@ def test_a_published_wan_has_its_parameters_defaults_and_multiples_of_a_patch(
     wans: dict[str, WanFolder], published: Path, tmp_path: Path, name: str
 ) -> None:
     folder, (parameters, defaults, multiple) = wans[name], FACTS[name]
-    assert [transformer.count_parameters(c) for c in folder.configs.values()] == parameters
+    assert [c.numel for c in folder.configs.values()] == parameters
     assert [n for n in range(1, 65) if not folder.size_problems(n, n, 1)] == [*range(multiple, 65, multiple)]
     paths = {"data_path": str(published / "prompts.txt"), "output_dir": str(tmp_path / "o")}
     run = read_job(RunConfig(teacher_path=folder.name, **paths), world=1).run
@@ -76,7 +75,7 @@ def test_a_size_gives_latents_and_tokens(
     wans: dict[str, WanFolder], name: str, size: Size, shape: tuple[int, ...], tokens: int
 ) -> None:
     folder, x_BCFHW = wans[name], torch.empty(1, *shape, device="meta")
-    embedded_BDFHW = transformer.meta_transformer(folder.config).patch_embedding(x_BCFHW)
+    embedded_BDFHW = folder.config.meta().patch_embedding(x_BCFHW)
     assert folder.size_problems(*size) == [] and folder.latent_shape(*size) == shape
     assert folder.tokens(*size) == embedded_BDFHW[0, 0].numel() == tokens
 

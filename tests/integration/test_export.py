@@ -17,8 +17,9 @@ from wandistiller.checkpoint.safetensors_stream import checksum
 from wandistiller.cli.main import main
 from wandistiller.export.formats.diffusers import DiffusersFormat
 from wandistiller.export.source import read_source
+from wandistiller.network import network
+from wandistiller.network.names import set_parameter
 from wandistiller.utils.files import read_json
-from wandistiller.wan import transformer
 
 
 def test_output_folder_holds_what_is_promised_and_its_recipe_can_be_passed_back_in(finished: Path) -> None:
@@ -42,14 +43,14 @@ def test_an_export_into_a_checkpoint_is_refused(finished: Path, capsys: pytest.C
 def test_a_network_is_only_there_in_the_precision_it_is_written_in(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held, set_parameter, before, number = [], transformer.set_parameter, tensor_bytes(), itertools.count()
+    held, before, number = [], tensor_bytes(), itertools.count()
 
     def watched(*arguments: Any) -> None:
         set_parameter(*arguments)
         if next(number) % 20 == 0:  # to count takes half a second
             held.append(tensor_bytes() - before)
 
-    monkeypatch.setattr(transformer, "set_parameter", watched)
+    monkeypatch.setattr(network, "set_parameter", watched)
     DiffusersFormat().write(read_source(finished), tmp_path / "student")
     weights = load_file(finished / "student" / "transformer" / "diffusion_pytorch_model.safetensors").values()
     largest = 4 * max(w.numel() for w in weights)  # one weight as it is read

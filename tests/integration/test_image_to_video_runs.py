@@ -11,6 +11,7 @@ import torch
 from diffusers import WanImageToVideoPipeline
 from image_data import PROMPTS, image_data, noise, with_last_images
 from image_wans import A14B, BOTH_ENDS, ENGINE, SIZE, TI2V, WAN21, Wans
+from networks import network_of
 from on_ranks.placements import differences
 from PIL import Image
 from ranks import TEACHERS, call, has_async_io, losses, wandistiller
@@ -28,15 +29,13 @@ from wandistiller.config.validate import read_job
 from wandistiller.data.media import MediaReader, Size
 from wandistiller.evaluation.items import image_problems, read_items
 from wandistiller.experts import Expert
-from wandistiller.network.network import Network
+from wandistiller.network.sampling import denoise, few_steps
 from wandistiller.teacher.base import LocalTeacher
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.images import to_pil
-from wandistiller.wan.given_frames import GivenFramesEncoder, given_places
 from wandistiller.wan.loaded_components import Encoder
 from wandistiller.wan.pipeline import open_wan
-from wandistiller.wan.sampling import denoise, few_steps
 
 CPU = torch.device("cpu")
 
@@ -74,7 +73,7 @@ def test_a_student_opens_in_the_stock_pipeline_and_samples_there_as_here(
     pipe = WanImageToVideoPipeline.from_pretrained(output / "student", torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     pixels = first_frame(wans)
-    frames = [to_pil(pixels[:, 0] / 2 + 0.5)] * len(given_places(student.config))
+    frames = [to_pil(pixels[:, 0] / 2 + 0.5)] * len(student.config.given_places)
     theirs = pipe(
         **dict(zip(("image", "last_image"), frames, strict=False)),
         prompt=PROMPTS[0],
@@ -85,11 +84,11 @@ def test_a_student_opens_in_the_stock_pipeline_and_samples_there_as_here(
         output_type="latent",
         max_sequence_length=512,
     ).frames
-    given = GivenFramesEncoder(student, CPU).encode(pixels.repeat(1, len(frames), 1, 1), SIZE["num_frames"])
+    given = student.load_given_frames(CPU).encode(pixels.repeat(1, len(frames), 1, 1), SIZE["num_frames"])
     text_LD = Encoder(student.path, torch.float32, CPU).encode(PROMPTS[0])
     conditioning = Conditioning(text_LD[None], **{name: t[None] for name, t in given.items()})
     noise = torch.randn(1, *student.latent_shape(**SIZE), generator=torch.Generator().manual_seed(0))
-    velocity = LocalTeacher(dict.fromkeys(Expert, Network(pipe.transformer))).velocity
+    velocity = LocalTeacher(dict.fromkeys(Expert, network_of(pipe.transformer))).velocity
     few = few_steps(facts.shift, 2, None)
     ours, _ = denoise(velocity, student, facts.shift, noise, conditioning, 2, few)
     assert (ours - theirs).norm() / theirs.norm() < 1e-3

@@ -23,7 +23,7 @@ from wandistiller.config.validate import read_job
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.lora_files import read_lora
-from wandistiller.wan.transformer import blank_state, velocity
+from wandistiller.wan.transformer import velocity
 from wandistiller.wan.transformer_config import TransformerConfig
 
 HALF = {"num_layers": 2, "num_attention_heads": 1, "ffn_dim": 0.5, "keep_layers": "importance"}
@@ -56,7 +56,7 @@ def cut(request: pytest.FixtureRequest, wans: Wans) -> tuple[str, Path]:
 def predict(model: nn.Module, expands_time: bool = False) -> Tensor:
     """Velocities v_BCFHW of random states."""
     config = TransformerConfig.of({**model.config, "expands_time": expands_time})
-    blank = blank_state(config, (config.out_channels, 2, 4, 8))
+    blank = config.blank_state((config.out_channels, 2, 4, 8))
     values = [keyed_normal(tuple(t.shape), number).sigmoid() for number, t in enumerate(blank.tensors())]
     return velocity(model.eval(), blank.with_tensors(values))
 

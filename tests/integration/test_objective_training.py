@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
+from networks import network_of
 from PIL import Image
 from ranks import losses, metrics, wandistiller
 from recipes import PROMPTS, recipe_file, student_engine, train
@@ -18,14 +19,12 @@ from wandistiller.batch import Conditioning
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.evaluation.draw_samples import set_steps
 from wandistiller.experts import Expert
-from wandistiller.network.network import Network
+from wandistiller.network.sampling import denoise, few_steps
 from wandistiller.teacher.base import LocalTeacher
-from wandistiller.utils.files import read_json
+from wandistiller.utils.files import FACTS, read_json
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import transformer
-from wandistiller.wan.lora_experts import FACTS
 from wandistiller.wan.pipeline import open_wan
-from wandistiller.wan.sampling import denoise, few_steps
 
 SUM = ["velocity", {"name": "feature", "weight": 0.5}, {"name": "trajectory", "weight": 2}]
 NARROW = {"init": "random", "num_layers": 2, "num_attention_heads": 1}  # half the small teacher's width
@@ -106,7 +105,7 @@ def test_stock_diffusers_samples_a_student_of_few_steps_as_it_was_trained(few: P
         x_BCFHW = x_BCFHW + (following - sigma) * v_BCFHW
     assert torch.dist(stock, x_BCFHW) < 1e-3 * x_BCFHW.norm()
     given = open_wan(str(few / "student")), 7.0, noise, Conditioning(text_BLD), 40, trained_for
-    ours, _ = denoise(LocalTeacher({e: Network(m) for e, m in networks.items()}).velocity, *given)
+    ours, _ = denoise(LocalTeacher({e: network_of(m) for e, m in networks.items()}).velocity, *given)
     assert torch.dist(stock, ours) < 1e-5 * ours.norm()
 
 
@@ -119,7 +118,8 @@ def test_stock_diffusers_renoises_a_student_that_is_trained_so(folder: Path, wan
     pipe, text_BLD, stock = by_stock(output, noise)
     torch.manual_seed(5)
     fresh = torch.randn(noise.shape)
-    teacher, shift = LocalTeacher({Expert.HIGH_NOISE: Network(pipe.transformer)}), open_wan(str(wan2)).shift
+    teacher = LocalTeacher({Expert.HIGH_NOISE: network_of(pipe.transformer)})
+    shift = open_wan(str(wan2)).shift
     few = few_steps(shift, 2, None, "renoise")
     x1_BCFHW = noise - transformer.velocity(pipe.transformer, state(noise, torch.ones(1), text_BLD))
     x_BCFHW = (1 - few.sigmas[1]) * x1_BCFHW + few.sigmas[1] * fresh

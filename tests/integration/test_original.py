@@ -19,7 +19,7 @@ from wandistiller.cli.main import main
 from wandistiller.export.formats.original import LARGEST, QUANTIZED, original_state, quantized
 from wandistiller.export.low_rank import extract
 from wandistiller.wan.original_names import FIXED, original_name, unlike_published
-from wandistiller.wan.transformer import usual_config
+from wandistiller.wan.transformer_config import TransformerConfig
 
 PUBLISHED = """
 blocks.0.cross_attn.k.bias blocks.0.cross_attn.k.weight blocks.0.cross_attn.norm_k.weight
@@ -137,8 +137,8 @@ def test_maps_of_the_states_of_given_frames_are_in_eight_bits_within_the_blocks_
 
 
 def test_what_comfyui_cannot_open_is_reported() -> None:
-    assert unlike_published(usual_config(**FIXED)) == []
-    message = unlike_published(usual_config(**FIXED | {"attention_head_dim": 12}))[0]
+    assert unlike_published(TransformerConfig.usual(**FIXED)) == []
+    message = unlike_published(TransformerConfig.usual(**FIXED | {"attention_head_dim": 12}))[0]
     assert message.startswith("`attention_head_dim` is 12; ComfyUI reads every Wan with 128")
 
 

@@ -15,10 +15,10 @@ from wandistiller.checkpoint import loading
 from wandistiller.config.recipe import recipe_of
 from wandistiller.config.stages import read_jobs
 from wandistiller.experts import Expert
+from wandistiller.network.sampling import few_steps
 from wandistiller.planner.machine import this_machine
 from wandistiller.planner.peak_memory import plan
 from wandistiller.planner.phase_peak import most
-from wandistiller.wan.sampling import few_steps
 
 HIGH, LOW = Expert
 DMD2 = {"name": "dmd2", "steps": 4, "critic_updates": 1, "critic_lr": 2e-3}

@@ -17,7 +17,7 @@ from wandistiller.checkpoint import loading
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.cli.main import main
 from wandistiller.experts import Expert
-from wandistiller.wan.lora_experts import FACTS
+from wandistiller.utils.files import FACTS
 
 MATCH = {"name": "match", "max_steps": 3, "ema": 0.5}
 CONSISTENCY = {"name": "consistency", "max_steps": 2, "objective": {"name": "consistency", "edges": 2}}

@@ -5,10 +5,11 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from wandistiller.network.folder import Folder
+from wandistiller.utils.embedded import TINY
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.validation import Count, NotNegative, Positive, types_of, value_problems
-from wandistiller.wan.pipeline import TINY, WanFolder
 from wandistiller.wan.transformer_config import TransformerConfig
 
 
@@ -105,7 +106,7 @@ class Facts:
         is_elsewhere = self.teacher_revision or self.teacher_path in TINY
         return not (is_elsewhere or Path(self.teacher_path).exists())
 
-    def changed_teacher(self, teacher: WanFolder) -> list[str]:
+    def changed_teacher(self, teacher: Folder) -> list[str]:
         """Say that the networks in the teacher's folder are not those that the student was trained from."""
         same = self.teacher_identity in (None, teacher.weights_identity)
         if same or Path(teacher.name).name != Path(self.teacher_path).name:

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from wandistiller.wan.weight_reader import DTYPES
+from wandistiller.network.weight_reader import DTYPES
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK_BYTES = 16 * 2**20

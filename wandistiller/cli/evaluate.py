@@ -24,6 +24,7 @@ from wandistiller.evaluation.evaluator import Evaluation, Evaluator
 from wandistiller.evaluation.items import image_problems, read_items
 from wandistiller.evaluation.report import summary, write
 from wandistiller.monitoring.headline import Evaluated
+from wandistiller.network.folder import Folder
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.teacher.quantized import missing_problems
 from wandistiller.teacher.strategies import teacher_file
@@ -36,10 +37,9 @@ from wandistiller.utils.errors import (
     problem,
     readable,
 )
-from wandistiller.wan.added_lora import added_lines, read_recorded
+from wandistiller.wan.added_lora import read_recorded
 from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
-from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights, usual_for, with_loras
-from wandistiller.wan.transformer import top_modules
+from wandistiller.wan.pipeline import open_wan
 
 INPUTS = ("takes_image", "joined_channels", "text_dim", "image_dim", "pos_embed_seq_len")
 """Of a config, what the networks are given beside the latents."""
@@ -71,7 +71,7 @@ def evaluate(evaluation: Evaluation, ranks: Ranks = ALONE) -> Evaluated:
     announce("teacher", evaluation.teacher_sampling)
     teacher = evaluator.teacher()
     announce("student", evaluation.student_sampling)
-    for line in added_lines(evaluation.student.added, evaluation.student.configs):
+    for line in evaluation.student.added_lines:
         collectives.log0("%s", line)
     student, errors = evaluator.student()
     result, rows = summary(evaluation, collectives.gather_objects((teacher, student, errors)))
@@ -97,9 +97,9 @@ def read_evaluation(flags: EvaluateFlags, dtype: torch.dtype, world: int) -> Eva
         with collecting(problems):
             student = candidate.folder
             read["student_path"] = student.path
-            require_weights(student)
+            student.require_weights()
         teacher = open_wan(teachers, weights=True, revision=candidate.teacher_revision)
-        require_weights(teacher)
+        teacher.require_weights()
         teacher = teacher.with_first_frames() if facts.image_to_video else teacher
         teacher = _as_trained(teacher, facts, str(candidate.where))
         placement = _placement(flags.teacher_deepspeed_config, teacher, world)
@@ -132,7 +132,7 @@ def read_evaluation(flags: EvaluateFlags, dtype: torch.dtype, world: int) -> Eva
     return evaluation
 
 
-def _as_trained(teacher: WanFolder, facts: Facts, where: str) -> WanFolder:
+def _as_trained(teacher: Folder, facts: Facts, where: str) -> Folder:
     """Return the teacher with the LoRA files that were added to it in training.
 
     Args:
@@ -141,7 +141,7 @@ def _as_trained(teacher: WanFolder, facts: Facts, where: str) -> WanFolder:
     Raises:
         ConfigError: they are not here, or not as they were.
     """
-    teacher = with_loras(teacher, read_recorded(where, facts.teacher_lora))
+    teacher = teacher.with_loras(read_recorded(where, facts.teacher_lora))
     for one, digest in zip(teacher.added, facts.teacher_lora_digests or (), strict=False):
         if one.digest != digest:
             text = "was added to the teacher, and is not as it was when the student was trained"
@@ -149,9 +149,9 @@ def _as_trained(teacher: WanFolder, facts: Facts, where: str) -> WanFolder:
     return teacher
 
 
-def _samplings(flags: EvaluateFlags, facts: Facts, teacher: WanFolder) -> tuple[Sampling, Sampling]:
+def _samplings(flags: EvaluateFlags, facts: Facts, teacher: Folder) -> tuple[Sampling, Sampling]:
     """Return how teacher and student sample: by the flags, else as the student was trained, else as usual."""
-    usual, own = usual_for(teacher), flags.steps[0] if flags.steps and len(flags.steps) == 1 else None
+    usual, own = teacher.usual, flags.steps[0] if flags.steps and len(flags.steps) == 1 else None
     high, low = usual.guidance
     size = {
         "height": flags.height or facts.height or usual.height,
@@ -177,7 +177,7 @@ def _given(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _placement(file: str | None, teacher: WanFolder, world: int) -> Placement | None:
+def _placement(file: str | None, teacher: Folder, world: int) -> Placement | None:
     if not file:
         return None
     placement = read_placement(load(teacher_file(file)), world)
@@ -185,7 +185,7 @@ def _placement(file: str | None, teacher: WanFolder, world: int) -> Placement | 
     if placement.name == AUTO:
         remedy = "Only training chooses; name the file that it chose."
         problems.append(placement.engine.problem("wandistiller.placement", AUTO, remedy))
-    problems += placement.teacher_problems(top_modules(teacher.config), device.count())
+    problems += placement.teacher_problems(teacher.config.top_modules, device.count())
     if problems:
         raise ConfigError(*problems)
     return placement

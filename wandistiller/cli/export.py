@@ -4,15 +4,13 @@ from dataclasses import fields, replace
 
 import torch
 
-from wandistiller.checkpoint.loading import STATE
 from wandistiller.cli.flags import ExportFlags
 from wandistiller.distributed import collectives
 from wandistiller.export import hub
 from wandistiller.export.formats.base import formats
-from wandistiller.export.source import read_source, read_whole_model
+from wandistiller.export.source import read_source, read_whole_model, require_no_whole_model
+from wandistiller.utils.embedded import TINY
 from wandistiller.utils.errors import ConfigError, inside_problems, problem
-from wandistiller.wan.lora_experts import is_full_model
-from wandistiller.wan.pipeline import TINY
 
 
 def run(flags: ExportFlags) -> None:
@@ -32,10 +30,9 @@ def run(flags: ExportFlags) -> None:
     repository = hub.check(flags.push_to_hub) if flags.push_to_hub else ""
     if flags.teacher_path:
         source = read_whole_model(str(flags.checkpoint), flags.teacher_path)
-    elif name == "lora" and is_full_model(flags.checkpoint) and not (flags.checkpoint / STATE).is_file():
-        remedy = "Say with --teacher_path which pipeline a LoRA of it is for."
-        raise ConfigError(f"{flags.checkpoint}: is a whole model. {remedy}")
     else:
+        if name == "lora":
+            require_no_whole_model(flags.checkpoint)
         source = read_source(flags.checkpoint, flags.ema)
     teacher = source.facts.teacher_path
     inputs = {"checkpoint": source.folder} | ({} if teacher in TINY else {"the teacher": teacher})

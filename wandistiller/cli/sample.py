@@ -9,7 +9,6 @@ from wandistiller.evaluation import draw_samples
 from wandistiller.evaluation.candidates import Candidate, read_candidate
 from wandistiller.evaluation.items import frame_problems, image_problems, read_items, reader_of
 from wandistiller.utils.errors import ConfigError, collecting, folder_problems, inside_problems
-from wandistiller.wan.pipeline import usual_for
 
 
 def run(flags: SampleFlags) -> None:
@@ -39,7 +38,7 @@ def read_sampling(flags: SampleFlags) -> tuple[Candidate, list[PromptItem], draw
     with collecting(problems):
         model = read_candidate(flags.model, flags.lora or [], flags.strength)
         folder = model.folder
-        facts, trained, usual = model.facts, model.trained, usual_for(folder)
+        facts, trained, usual = model.facts, model.trained, folder.usual
         settings = draw_samples.Sampling(
             height=flags.height or facts.height or usual.height,
             width=flags.width or facts.width or usual.width,

@@ -21,7 +21,6 @@ from wandistiller.planner.resolve_auto import resolved
 from wandistiller.utils.errors import ConfigError, collecting
 from wandistiller.utils.files import delete_leftovers, lock
 from wandistiller.utils.logging import add_log_file, setup_logging
-from wandistiller.wan.pipeline import require_weights
 
 ELSEWHERE = (
     "`wandistiller plan` says what takes how much; if the run is for another machine, "
@@ -87,7 +86,7 @@ def _require_weights(stages: list[Job]) -> None:
     for is_mine in (first, not first):
         with collectives.raise_on_all_ranks():
             for folder in {job.folder.path: job.folder for job in stages}.values() if is_mine else ():
-                require_weights(folder)
+                folder.require_weights()
 
 
 def _refused(short: Shortages, run: RunConfig) -> list[str]:
@@ -112,7 +111,7 @@ def _dry_run(stages: list[Job], command: str) -> None:
             problems += fetch_problems(job)
             if not job.folder.revision:  # the run itself fetches those of a hub id
                 with collecting(problems):
-                    require_weights(job.folder)
+                    job.folder.require_weights()
         problems += latents_problems(stages)
         if command == "train":
             with collecting(problems):

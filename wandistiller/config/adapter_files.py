@@ -5,7 +5,7 @@ import json
 from wandistiller.config.job import Job
 from wandistiller.config.networks import without_start
 from wandistiller.experts import Expert
-from wandistiller.network.adapters import Lora, target_layers
+from wandistiller.network.adapters import Lora, LowRank, target_layers
 from wandistiller.utils.errors import RECIPE, ConfigError, Place, Problem
 from wandistiller.wan.added_lora import (
     AddedLora,
@@ -16,7 +16,6 @@ from wandistiller.wan.added_lora import (
     with_experts,
 )
 from wandistiller.wan.lora_experts import require_no_full_model
-from wandistiller.wan.lora_files import LowRank
 
 WHERE = Place(RECIPE, "lora.start")
 

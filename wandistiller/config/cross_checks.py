@@ -22,13 +22,12 @@ from wandistiller.engine.nvme import lock_problems, locked_bytes
 from wandistiller.experts import Expert
 from wandistiller.flow import RENOISE, FlowSchedule
 from wandistiller.network.adapters import lora_value_problems
+from wandistiller.network.folder import Folder
+from wandistiller.network.sampling import AT_BOUNDARY, few_steps, path_sigmas
 from wandistiller.objectives.base import RunFacts
 from wandistiller.student.trainable import tuning_problems
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.utils.errors import RECIPE, Problem, folder_problems, inside_problems, problem
-from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.sampling import AT_BOUNDARY, few_steps, path_sigmas
-from wandistiller.wan.transformer import numels, top_modules
 
 
 def own_problems(run: RunConfig, *, here: bool) -> list[str]:
@@ -52,7 +51,7 @@ def combined_problems(job: Job, world: int, *, here: bool) -> list[str]:
     """List settings that do not fit each other, or this machine if the run is to be `here`."""
     run, folder, size = job.run, job.folder, job.size
     gpus = device.count() if here else world
-    problems = job.teacher.teacher_problems(top_modules(folder.config), gpus)
+    problems = job.teacher.teacher_problems(folder.config.top_modules, gpus)
     problems += folder.size_problems(size.height, size.width, size.num_frames)
     problems += objective_problems(job) + sequence_problems(job, world)
     problems += _media_problems(job) + _written_problems(job)
@@ -185,7 +184,7 @@ def shared_base_problems(job: Job) -> list[str]:
     return [engine.problem(f"{BLOCK}.{key}", engine.block[key], f"{why} Leave it out.") for key in keys]
 
 
-def added_problems(folder: WanFolder, teacher: Placement) -> list[str]:
+def added_problems(folder: Folder, teacher: Placement) -> list[str]:
     """List the placement that does not add LoRA files to the teacher's weights."""
     if not folder.added or teacher.reads_all():
         return []
@@ -247,5 +246,5 @@ def _nvme_problems(job: Job, world: int) -> list[str]:
     swaps = [engine.offload(target) for engine, _ in engines for target in ("param", "optimizer")]
     folders = dict.fromkeys(swap["nvme_path"] for swap in swaps if swap["device"] == "nvme")
     problems = [p for folder in folders for p in folder_problems("nvme_path", folder)]
-    locked = sum(locked_bytes(engine, numels(config).values(), world) for engine, config in engines)
+    locked = sum(locked_bytes(engine, config.numels.values(), world) for engine, config in engines)
     return problems + lock_problems(locked)

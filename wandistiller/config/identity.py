@@ -20,9 +20,6 @@ from wandistiller.student.config import IMPORTANCE
 from wandistiller.teacher.teacher_json import quantized_facts
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import digest, ends_of_files, fingerprint, read_json, write_json
-from wandistiller.wan.added_lora import as_settings
-from wandistiller.wan.components import IMAGE_PARTS
-from wandistiller.wan.transformer import shapes
 
 STILLS = (MediaType.IMAGE, *GIVEN)
 
@@ -70,12 +67,10 @@ def identity(job: Job) -> dict[str, Any]:
 def inputs(job: Job) -> dict[str, Any]:
     """Return what a resumed run must share too, and checkpoints of before the first release have not."""
     folder, engine = job.folder, job.student_engine
-    parts = {"vae": ["vae"], "text_encoder": ["text_encoder", "tokenizer"]}
-    parts |= {"image_encoder": [*IMAGE_PARTS]} if folder.config.image_dim else {}
     known = {"teacher_dtype": job.teacher.engine.precision, "torch_autocast": engine.autocast}
     if folder.revision:  # its parts may not be here yet, but its commit is the teacher's
         return known
-    return known | {part: fingerprint(folder.path / name for name in names) for part, names in parts.items()}
+    return known | {part: fingerprint(folders) for part, folders in folder.parts.items()}
 
 
 def data_digest(job: Job) -> str:
@@ -146,7 +141,7 @@ def provenance(job: Job) -> Facts:
         bases=[base.value for base in job.networks.bases.values()] or None,
         trained_expert=only.key if (only := job.objective.trained_expert) else None,
         stands_for=None if job.student.keep_layers == IMPORTANCE else job.stands_for,
-        teacher_lora=as_settings(job.folder.added) or None,
+        teacher_lora=job.folder.added_settings or None,
         teacher_lora_digests=[one.digest for one in job.folder.added] or None,
         teacher_identity=job.folder.weights_identity,
         image_to_video=job.folder.config.takes_image or None,
@@ -207,7 +202,7 @@ def _network_problems(job: Job) -> list[str]:
     for name, config in networks.items():
         file = job.resume_from / name / ENGINE
         saved = json.loads(file.read_text())["shapes"] if file.is_file() else {}
-        own = shapes(config)  # adapters and heads are in one alone
+        own = config.shapes  # adapters and heads are in one alone
         if not saved or any(own.get(name, shape) != shape for name, shape in saved.items()):
             problems.append(
                 f"{job.resume_from}: holds {'another' if saved else 'no'} network `{name}`, which "

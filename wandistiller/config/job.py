@@ -19,12 +19,12 @@ from wandistiller.engine.batch_size import BatchSize
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.experts import Expert
 from wandistiller.flow import FlowSchedule
+from wandistiller.network.config import NetworkConfig
+from wandistiller.network.folder import Folder
+from wandistiller.network.sampling import few_steps
 from wandistiller.objectives.objective import Objective
 from wandistiller.student.config import IMPORTANCE, WIDTH_KEYS, StudentConfig, lineage
 from wandistiller.teacher.placements.base import Placement
-from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.sampling import few_steps
-from wandistiller.wan.transformer_config import TransformerConfig
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Job:
 
     run: RunConfig
     """The recipe, with the teacher's own values in place of None."""
-    folder: WanFolder
+    folder: Folder
     items: PromptDataset
     student: StudentConfig
-    student_transformer: TransformerConfig
+    student_transformer: NetworkConfig
     student_engine: EngineConfig
     teacher: Placement
     objective: Objective

@@ -12,6 +12,8 @@ from wandistiller.engine.ds_schema import LENGTHS, LOWEST, PEAKS, STEP_SIZE
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.experts import Expert
 from wandistiller.network.adapters import Lora
+from wandistiller.network.config import NetworkConfig
+from wandistiller.network.folder import Folder
 from wandistiller.network.network import Trained
 from wandistiller.network.parameters import Parameters, parameters_of
 from wandistiller.objectives.base import Role, RunFacts
@@ -19,8 +21,6 @@ from wandistiller.objectives.objective import Objective
 from wandistiller.objectives.script import TEACHER
 from wandistiller.student.config import IMPORTANCE, StudentConfig, kept_layers, source_experts
 from wandistiller.teacher.placements.base import Placement
-from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.transformer_config import TransformerConfig
 
 SHARED, COPY, CHECKPOINT, RUN, NEW = (
     "the teacher's",
@@ -40,7 +40,7 @@ class NetworkPlan:
     """TEACHER, STUDENT, or one of the objective's."""
     expert: Expert
     """Its name in its role."""
-    config: TransformerConfig
+    config: NetworkConfig
     engine: EngineConfig
     """The JSON that it is placed by."""
     weights: str = NEW
@@ -119,7 +119,7 @@ class NetworkTable:
         """True if the teacher, the student and networks beside it are one base with adapters for each."""
         return self.first.weights == SHARED
 
-    def is_teacher_with_adapters(self, folder: WanFolder) -> bool:
+    def is_teacher_with_adapters(self, folder: Folder) -> bool:
         """Return whether the student is the teacher, network for network, with its adapters."""
         return self.bases == {expert: expert for expert in folder.configs}
 
@@ -129,9 +129,9 @@ class TableMaker:
     """What decides for each network of a run whose weights it has, and what of it learns."""
 
     run: RunConfig
-    folder: WanFolder
+    folder: Folder
     student: StudentConfig
-    config: TransformerConfig
+    config: NetworkConfig
     """Of the student's networks."""
     engine: EngineConfig
     """Of the student."""
@@ -243,7 +243,7 @@ class TableMaker:
 
 
 def copied_experts(
-    student: StudentConfig, config: TransformerConfig, folder: WanFolder, experts: Iterable[Expert]
+    student: StudentConfig, config: NetworkConfig, folder: Folder, experts: Iterable[Expert]
 ) -> dict[Expert, Expert]:
     """Return the teacher's network that each of a new student's is a whole copy of; empty if they are not."""
     is_other = student.init != "teacher" or config.raw != folder.config.raw

@@ -8,9 +8,11 @@ from wandistiller.config.adapter_files import start_bases, start_files
 from wandistiller.config.job import Job
 from wandistiller.experts import Expert
 from wandistiller.flow import EULER, FewSteps
+from wandistiller.network.folder import Folder
+from wandistiller.utils.embedded import TINY
 from wandistiller.utils.errors import RECIPE, ConfigError, Problem
 from wandistiller.utils.files import ends_of_files
-from wandistiller.wan.pipeline import TINY, WanFolder, open_wan
+from wandistiller.wan.pipeline import open_wan
 
 
 class Trained(NamedTuple):
@@ -153,7 +155,7 @@ def latents_problems(stages: list[Job]) -> list[str]:
     return problems
 
 
-def _pipeline_before(job: Job) -> WanFolder | None:
+def _pipeline_before(job: Job) -> Folder | None:
     """Return the pipeline whose latents the student was trained with, if it is on this machine."""
     if job.previous:
         return job.previous.folder

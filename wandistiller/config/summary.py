@@ -12,8 +12,6 @@ from wandistiller.data.lines import NEGATIVE_PROMPT
 from wandistiller.engine.kernels import emulates_bf16
 from wandistiller.objectives.script import TEACHER
 from wandistiller.teacher.teacher_json import quantized_facts
-from wandistiller.wan.added_lora import added_lines
-from wandistiller.wan.transformer import count_parameters
 
 NOT_BESIDE = "{}, which is not beside the table, and the like"
 OF_ALL = "that of the recipe is for all prompts"
@@ -32,8 +30,8 @@ def precision_lines(job: Job) -> list[str]:
 def summary(job: Job) -> list[str]:
     """Describe the run in a few lines."""
     f, r, layers = job.folder, job.run, job.student_transformer.num_layers
-    teacher = sum(count_parameters(c) for c in f.configs.values())
-    student = count_parameters(job.student_transformer) * len(job.networks.student)
+    teacher = sum(c.numel for c in f.configs.values())
+    student = job.student_transformer.numel * len(job.networks.student)
     guidance = f"{r.guidance_scale}"
     if len(f.configs) > 1:
         guidance += f" at high noise and {r.guidance_scale_2} at low noise"
@@ -54,7 +52,7 @@ def summary(job: Job) -> list[str]:
         f"teacher   {f.name}: {teacher / 1e6:.1f}M parameters, {len(f.configs)} expert(s) of "
         f"{f.config.num_layers} layers, {job.teacher.describe()}, "
         f"{precision}, guidance {guidance}",
-        *added_lines(f.added, f.configs),
+        *f.added_lines,
         f"student   {student / 1e6:.1f}M parameters, {len(job.networks.student)} expert(s) of "
         f"{layers} layers, from {job.student.init}, ZeRO stage {job.student_engine.stage}, "
         f"{job.student_engine.precision}",

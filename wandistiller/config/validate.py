@@ -18,6 +18,7 @@ from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides, f
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.preflight import config_problems
 from wandistiller.network.adapters import Lora
+from wandistiller.network.folder import Folder
 from wandistiller.objectives.registry import read_objective
 from wandistiller.student.config import StudentConfig, read_student_config
 from wandistiller.teacher.placements.base import Placement
@@ -26,14 +27,11 @@ from wandistiller.teacher.strategies import strategies, teacher_file
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.errors import RECIPE, ConfigError, Place, Problem, collecting, readable
 from wandistiller.utils.files import SHIPPED
-from wandistiller.wan.added_lora import as_settings, read_added, with_experts
-from wandistiller.wan.pipeline import WanFolder, open_wan, usual_for, with_loras
-from wandistiller.wan.sampling import noise_problems
-from wandistiller.wan.structure import PARTS
-from wandistiller.wan.transformer import usual_config
+from wandistiller.wan.added_lora import read_added, with_experts
+from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.transformer_config import TransformerConfig
 
-ANY_SIZE = usual_config()
+ANY_SIZE = TransformerConfig.usual()
 """For a student that is not known yet."""
 
 
@@ -117,18 +115,18 @@ def _shipped(folder: str) -> list[str]:
     return [f"ds_configs/{folder}/{file.name}" for file in sorted((SHIPPED / folder).glob("*.json"))]
 
 
-def _read_folder(run: RunConfig) -> WanFolder:
+def _read_folder(run: RunConfig) -> Folder:
     """Read the teacher's configs, with the LoRA files that are added to it; raises ConfigError."""
     folder = open_wan(run.teacher_path, revision=run.teacher_revision)
-    if problems := noise_problems(folder):
+    if problems := folder.noise_problems():
         raise ConfigError(*problems)
     if run.teacher_lora is None:
         return folder
     added = read_added("recipe", "teacher_lora", run.teacher_lora)
-    return with_loras(folder, with_experts(Place(RECIPE, "teacher_lora"), added, folder.configs))
+    return folder.with_loras(with_experts(Place(RECIPE, "teacher_lora"), added, folder.configs))
 
 
-def _read_data(run: RunConfig, folder: WanFolder | None) -> tuple[WanFolder | None, PromptDataset]:
+def _read_data(run: RunConfig, folder: Folder | None) -> tuple[Folder | None, PromptDataset]:
     """Read the data; return the teacher too, for clips that begin with the data's images if it makes such.
 
     Wan2.2 5B makes clips of text or of a first frame: of pictures in a run of clips it makes the latter.
@@ -141,7 +139,7 @@ def _read_data(run: RunConfig, folder: WanFolder | None) -> tuple[WanFolder | No
 
 
 def _read_student(
-    json: DeepSpeedJson, folder: WanFolder, previous: Job | None
+    json: DeepSpeedJson, folder: Folder, previous: Job | None
 ) -> tuple[StudentConfig, TransformerConfig, Start | None]:
     """Read the student's settings, its transformer's config, and the run that it starts from."""
     start = end_of(previous) if previous else read_start(json.raw.get("init"))
@@ -172,7 +170,7 @@ def _engine(
 ) -> EngineConfig:
     """Check the student's DeepSpeed JSON, with "auto" filled, for so many `ranks` of different samples."""
     engine = student_engine(fill_auto(json, steps), ranks)
-    engine = engine.with_number_of_checkpoints(transformer.num_layers, PARTS)
+    engine = engine.with_number_of_checkpoints(transformer.num_layers, transformer.parts)
     if problems := config_problems(engine, here=here):
         raise ConfigError(*problems)
     return engine
@@ -190,13 +188,13 @@ def _teacher(json: DeepSpeedJson, dtype: str | None, world: int, *, here: bool) 
     return teacher
 
 
-def _complete(run: RunConfig, folder: WanFolder, items: PromptDataset, samples: int) -> RunConfig:
+def _complete(run: RunConfig, folder: Folder, items: PromptDataset, samples: int) -> RunConfig:
     """Replace None by the teacher's own values; clear settings that are in the JSONs now.
 
     Args:
         samples: of a step.
     """
-    usual, epoch = usual_for(folder), items.samples(run.rollouts_per_prompt, run.clips_per_video)
+    usual, epoch = folder.usual, items.samples(run.rollouts_per_prompt, run.clips_per_video)
     # one scale is for both experts, as in diffusers
     scale, scale_2 = usual.guidance if run.guidance_scale is None else [run.guidance_scale] * 2
     steps = [number and -(-number * epoch // samples) for number in (run.num_epochs, run.sample_interval)]
@@ -215,7 +213,7 @@ def _complete(run: RunConfig, folder: WanFolder, items: PromptDataset, samples: 
         sample_interval=None,
         sample_prompts=[*map(clean, run.sample_prompts or ())] or [item.prompt for item in items.spread()],
         teacher_dtype=None,
-        teacher_lora=as_settings(folder.added) or None,
+        teacher_lora=folder.added_settings or None,
         lora=run.lora if run.lora != {} else {"rank": Lora().rank},
         **dataclasses.asdict(EngineOverrides()),
     )

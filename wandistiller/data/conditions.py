@@ -22,28 +22,25 @@ from wandistiller.distributed import collectives
 from wandistiller.distributed.device import memory_size
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.round_robin import batched, own_batches, until_stopped
+from wandistiller.network.folder import Folder
 from wandistiller.utils.errors import Problem
 from wandistiller.utils.files import digest, fingerprint, scratch
 from wandistiller.utils.logging import set_activity
 from wandistiller.utils.system_memory import PIECES, host_free, reserve, room_of_a_rank
-from wandistiller.wan.given_frames import GivenFramesEncoder, encoder_folders, field_names, given_places
-from wandistiller.wan.loaded_components import Encoder, offload_kwargs
-from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.text_padding import TEXT_TOKENS
 
 PROMPTS_PER_FILE = 64
 CUT = "text: %d prompt(s) have over %d tokens, and what follows these is not read; the first: %s..."
 
 
-def text_fingerprint(folder: Path, dtype: torch.dtype) -> str:
+def text_fingerprint(folder: Folder, dtype: torch.dtype) -> str:
     """Fingerprint everything that an encoded text depends on, except its prompt."""
-    return digest(fingerprint([folder / "text_encoder", folder / "tokenizer"]), TEXT_TOKENS, str(dtype))
+    return digest(fingerprint(folder.parts["text_encoder"]), folder.config.text_tokens, str(dtype))
 
 
 class TextCache:
     """Encoded prompts on disk, looked up by prompt."""
 
-    def __init__(self, cache: Path, folder: Path, device: torch.device):
+    def __init__(self, cache: Path, folder: Folder, device: torch.device):
         """Name the cache's folder; nothing is read or written yet.
 
         Args:
@@ -77,7 +74,8 @@ class TextCache:
             if files:
                 cut = self._encode([{k: clean(by_key[k]) for k in keys} for keys in files], room)
         if all_cut := [prompt for of_rank in collectives.gather_objects(cut) for prompt in of_rank]:
-            collectives.log0(CUT, len(all_cut), TEXT_TOKENS, all_cut[0][:60], level=logging.WARNING)
+            rows, first = self._folder.config.text_tokens, all_cut[0][:60]
+            collectives.log0(CUT, len(all_cut), rows, first, level=logging.WARNING)
         collectives.raise_if_stop_requested("while encoding prompts; finished ones are kept")
         self._tensors.find_written(missing)
 
@@ -88,9 +86,7 @@ class TextCache:
             room: bytes that the encoder may take where it computes.
         """
         with scratch(self._cache) as swap:
-            model = self._folder / "text_encoder"
-            kwargs = offload_kwargs(model, self._dtype, room, swap, self._device)
-            encoder = Encoder(self._folder, self._dtype, self._device, **kwargs)
+            encoder = self._folder.load_text_encoder(self._dtype, self._device, room, swap)
             encode = Progress("text", sum(map(len, files)), "prompt").counting(encoder.encode)
             for prompts in until_stopped(files):
                 texts = {k: {"text": encode(prompts[k])} for k in until_stopped(prompts)}
@@ -125,12 +121,12 @@ class Conditions:
     """The conditioning of samples, and the text of prompts, on disk."""
 
     def __init__(
-        self, cache: Path, folder: WanFolder, device: torch.device, reader: MediaReader, samples_per_file: int
+        self, cache: Path, folder: Folder, device: torch.device, reader: MediaReader, samples_per_file: int
     ):
         """Name the caches' folders; nothing is read or written yet. Encoders compute on `device`."""
-        self.text = TextCache(cache, folder.path, device)
+        self.text = TextCache(cache, folder, device)
         self._folder, self._device, self._reader = folder, device, reader
-        parts = digest(fingerprint(encoder_folders(folder)), given_places(folder.config))
+        parts = digest(fingerprint(folder.given_frames_parts), folder.config.given_places)
         unusable = cache / "frames" / "reasons.json"
         self._frames = MediaCache(cache / "frames" / parts, unusable, samples_per_file)
 
@@ -154,7 +150,7 @@ class Conditions:
         return self._frames.fill(by_key, attrgetter("item.begins_with"), self._encoder, "given frames")
 
     def _encoder(self) -> Encode:
-        encoder = GivenFramesEncoder(self._folder, self._device)
+        encoder = self._folder.load_given_frames(self._device)
 
         def encode(sample: Sample) -> dict[str, Tensor]:
             return encoder.encode(given_frames(self._folder, self._reader, sample), sample.size.num_frames)
@@ -166,7 +162,7 @@ class Conditions:
         text = self.text.batch([key.text for key in key_B])
         if not self._folder.config.takes_image:
             return text
-        names = field_names(self._folder.config)
+        names = self._folder.config.given_fields
         columns = zip(*(self._frames.read(key.frames, *names) for key in key_B), strict=True)
         return replace(text, **dict(zip(names, map(torch.stack, columns), strict=True)))
 
@@ -174,7 +170,7 @@ class Conditions:
         return self.batch([self.key(sample) for sample in samples])
 
 
-def given_frames(folder: WanFolder, reader: MediaReader, sample: Sample) -> Tensor:
+def given_frames(folder: Folder, reader: MediaReader, sample: Sample) -> Tensor:
     """Read the frames of a sample that its network is given: pixels_CTHW in [-1, 1].
 
     Raises:
@@ -182,7 +178,7 @@ def given_frames(folder: WanFolder, reader: MediaReader, sample: Sample) -> Tens
     """
     if images := sample.item.images:
         return torch.cat([_read_image(image, reader, sample) for image in images], dim=1)
-    places, size = given_places(folder.config), sample.size
+    places, size = folder.config.given_places, sample.size
     if places == [0] and not sample.clip:  # the others may be missing
         size = replace(size, num_frames=1)
     return reader.read(sample.item.media, size, sample.clip)[:, places]
@@ -198,13 +194,13 @@ def _read_image(image: Path, reader: MediaReader, sample: Sample) -> Tensor:
         raise
 
 
-def given_problems(folder: WanFolder, items: list[PromptItem]) -> list[str]:
+def given_problems(folder: Folder, items: list[PromptItem]) -> list[str]:
     """List the problem of the first item whose images are not those of the frames that a Wan is given."""
     if without := next((item.prompt for item in items if not item.begins_with), None):
         remedy = "Give rows with `image` or `video`, a file beside each .txt, or for `sample` --image."
         found = f"begin with a given image, but {json.dumps(without)} has none. {remedy}"
         return [f"{folder.name} makes clips that {found}"]
-    takes_both = len(given_places(folder.config)) == 2
+    takes_both = len(folder.config.given_places) == 2
     wrong = next((item for item in items if item.image and takes_both != bool(item.last_image)), None)
     if not wrong:
         return []
@@ -215,7 +211,7 @@ def given_problems(folder: WanFolder, items: list[PromptItem]) -> list[str]:
     return [f"{folder.name} is given the {given}, but {found}"]
 
 
-def still(folder: WanFolder, reader: MediaReader, sample: Sample) -> Tensor:
+def still(folder: Folder, reader: MediaReader, sample: Sample) -> Tensor:
     """Return a clip that shows the first given frame throughout: clip_CFHW in [0, 1]."""
     first_C1HW = given_frames(folder, reader, sample)[:, :1] / 2 + 0.5
     return first_C1HW.expand(-1, sample.size.num_frames, -1, -1)

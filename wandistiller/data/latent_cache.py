@@ -18,12 +18,11 @@ from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.round_robin import number_of_rounds, round_robin
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
+from wandistiller.network.folder import Folder
+from wandistiller.network.sampling import denoise
 from wandistiller.utils.errors import Problem
 from wandistiller.utils.files import digest, fingerprint
 from wandistiller.utils.keyed_random import keyed_normal
-from wandistiller.wan.loaded_components import Vae
-from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.sampling import denoise
 
 Velocity = Callable[[State], Tensor]
 """The teacher's v_BCFHW."""
@@ -53,7 +52,7 @@ class LatentCache:
     def __init__(
         self,
         cache: Path,
-        folder: WanFolder,
+        folder: Folder,
         rollouts: Rollouts,
         device: torch.device,
         *,
@@ -72,7 +71,7 @@ class LatentCache:
         self._reader, self._samples_per_file = reader, samples_per_file
         form = ["a tensor for each state"] * rollouts.keep_path  # of the files, else older ones would be read
         self._made = TensorCache(cache / "latents" / digest(teacher_fingerprint, str(rollouts.making), *form))
-        of_media = cache / "latents" / digest(fingerprint([folder.path / "vae"]))
+        of_media = cache / "latents" / digest(fingerprint(folder.parts["vae"]))
         self._media = MediaCache(of_media, cache / "latents" / "reasons.json", samples_per_file)
 
     def key(self, sample: Sample) -> str:
@@ -108,7 +107,7 @@ class LatentCache:
         """
 
         def encoder() -> Encode:
-            vae = Vae(self._folder, self.device)
+            vae = self._folder.load_vae(self.device)
 
             def encode(sample: Sample) -> dict[str, Tensor]:
                 pixels_CFHW = self._reader.read(sample.item.media, sample.size, sample.clip)

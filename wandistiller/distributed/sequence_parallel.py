@@ -5,13 +5,14 @@ so the transfers here have exact adjoints: the average is then the gradient of t
 Attention divides its heads instead of its tokens. Source: Jacobs et al. 2023, arXiv:2309.14509 (Ulysses).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import _functional_collectives as funcol
 
 from wandistiller.distributed import collectives
@@ -123,3 +124,27 @@ def division_problems(
         rules.append((f"A sample of {height}x{wide} pixels and {frames} frame(s) has {value} patches", value))
     remedy = "Write a divisor of that, or 1."
     return [problem(where, SHARED, number, f"{what}. {remedy}") for what, value in rules if value % number]
+
+
+SHARED = "shared_sequences"
+"""Attribute of a network with its `Sharing`."""
+
+
+@dataclass(eq=False)
+class Sharing:
+    """The ranks that compute a network's sequences at present."""
+
+    ranks: Ranks
+
+
+@contextmanager
+def whole_sequences(networks: Iterable[nn.Module]) -> Iterator[None]:
+    """Let this rank compute whole sequences with `networks` within."""
+    before = {now: now.ranks for network in networks if (now := getattr(network, SHARED, None))}
+    for now in before:
+        now.ranks = ALONE
+    try:
+        yield
+    finally:
+        for now, ranks in before.items():
+            now.ranks = ranks

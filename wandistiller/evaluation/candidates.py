@@ -8,11 +8,12 @@ from pathlib import Path
 
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.experts import Expert
+from wandistiller.network.folder import Folder
 from wandistiller.utils.errors import ConfigError, Place, problem
-from wandistiller.utils.files import read_json
+from wandistiller.utils.files import FACTS, read_json
 from wandistiller.wan import added_lora
-from wandistiller.wan.lora_experts import FACTS, adapters_of, facts_beside, facts_of
-from wandistiller.wan.pipeline import WanFolder, open_wan, run_problem, student_of, with_loras
+from wandistiller.wan.lora_experts import adapters_of, facts_beside, facts_of
+from wandistiller.wan.pipeline import open_wan, run_problem, student_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class Candidate:
         return self.facts.teacher_revision if self.teacher == self.facts.teacher_path else None
 
     @cached_property
-    def folder(self) -> WanFolder:
+    def folder(self) -> Folder:
         """The pipeline with its LoRA files; no weight is read.
 
         Raises:
@@ -82,17 +83,16 @@ class Candidate:
         folder = folder.with_first_frames() if self.facts.image_to_video else folder
         if alone := self._alone(folder):
             folder = replace(folder, configs={alone: folder.configs[alone]}, boundary=None)
-        return with_loras(
-            folder, added_lora.with_experts(Place("command line", "lora"), self.added, folder.configs)
-        )
+        where = Place("command line", "lora")
+        return folder.with_loras(added_lora.with_experts(where, self.added, folder.configs))
 
     @property
     def lines(self) -> list[str]:
         """Say what is added to the pipeline, and if that is a teacher that has changed since."""
         changed = self.facts.changed_teacher(self.folder) if self.added else []
-        return [*changed, *added_lora.added_lines(self.folder.added, self.folder.configs)]
+        return [*changed, *self.folder.added_lines]
 
-    def _alone(self, folder: WanFolder) -> Expert | None:
+    def _alone(self, folder: Folder) -> Expert | None:
         """Return the only one of the teacher's two networks that a LoRA file's student uses; None: both."""
         for lora in self.added if len(folder.configs) == 2 else ():
             made = _facts_of_lora(Path(lora.file))

@@ -9,9 +9,8 @@ from torch.nn.functional import normalize
 from transformers import CLIPImageProcessorPil, CLIPModel, CLIPProcessor, CLIPTokenizer
 
 from wandistiller.utils.errors import problem
-from wandistiller.utils.files import read_json
+from wandistiller.utils.files import read_json, refused_keys
 from wandistiller.utils.images import to_pil
-from wandistiller.wan.components import refused_keys
 
 
 class Clip:

@@ -30,15 +30,12 @@ from wandistiller.distributed.sequence_parallel import ALONE, SHARED, Ranks
 from wandistiller.evaluation.candidates import Candidate
 from wandistiller.evaluation.items import reader_of
 from wandistiller.flow import EULER, TRAIN_TIMESTEPS
+from wandistiller.network.folder import Folder
+from wandistiller.network.sampling import few_step_scheduler, few_steps
 from wandistiller.utils.errors import ConfigError, impossible_values, problem
 from wandistiller.utils.files import atomic, read_json, write_json
 from wandistiller.utils.images import can_write_mp4, save_grid, to_pil, write_mp4
 from wandistiller.utils.keyed_random import keyed_generator
-from wandistiller.wan.context_parallel import share_sequences
-from wandistiller.wan.loaded_components import Pipeline, load_pipeline
-from wandistiller.wan.pipeline import WanFolder, require_weights
-from wandistiller.wan.sampling import few_step_scheduler, few_steps, pipeline_scheduler
-from wandistiller.wan.text_padding import TEXT_TOKENS
 
 RANGES = [
     *((key, 1, 10**9) for key in ("height", "width", "num_frames", "num_prompts", "batch", SHARED)),
@@ -89,15 +86,15 @@ def number_problems(where: str, settings: Mapping[str, object]) -> list[str]:
     return problems
 
 
-def size_problems(folder: WanFolder, height: int, width: int, num_frames: int) -> list[str]:
+def size_problems(folder: Folder, height: int, width: int, num_frames: int) -> list[str]:
     """Problems with sizes for a pipeline; none of sizes that are `number_problems` for all."""
     sizes = {"height": height, "width": width, "num_frames": num_frames}
     return [] if number_problems("", sizes) else folder.size_problems(**sizes)
 
 
 def open_pipeline(
-    folder: WanFolder, dtype: torch.dtype, facts: Facts | None = None, ranks: Ranks = ALONE
-) -> Pipeline:
+    folder: Folder, dtype: torch.dtype, facts: Facts | None = None, ranks: Ranks = ALONE
+) -> Any:
     """Load a WanPipeline, its VAE in float32, to the GPU if there is one; ranks may share its sequences.
 
     With LoRA files of a run that has these `facts` it samples as they are trained for.
@@ -105,12 +102,10 @@ def open_pipeline(
     Its parts go there one at a time, by accelerate where that is installed, unless all of them take less than
     half of the free memory.
     """
-    pipeline = load_pipeline(folder, dtype)
+    pipeline = folder.load_pipeline(dtype, ranks)
     if folder.added and facts and facts.shift:
-        pipeline.scheduler = pipeline_scheduler(folder, facts.shift)
+        pipeline.scheduler = folder.scheduler(facts.shift)
     pipeline.set_progress_bar_config(disable=True)
-    for network in filter(None, (pipeline.transformer, pipeline.transformer_2)):
-        share_sequences(network, ranks)
     if device().type == "cpu":
         return pipeline
     parts = (part for part in pipeline.components.values() if isinstance(part, nn.Module))
@@ -127,7 +122,7 @@ def resolve_dtype(name: str) -> torch.dtype:
     return getattr(torch, auto if name == "auto" else name)
 
 
-def set_steps(pipeline: Pipeline, trained: Facts | None, steps: int, folder: WanFolder) -> None:
+def set_steps(pipeline: Any, trained: Facts | None, steps: int, folder: Folder) -> None:
     """Give the pipeline of a few-step student the noise levels of another number of steps than its own.
 
     Its experts change where those of its own number do, as its card says. One that is the teacher's with LoRA
@@ -144,8 +139,8 @@ def set_steps(pipeline: Pipeline, trained: Facts | None, steps: int, folder: Wan
 
 
 def draw(
-    pipeline: Pipeline,
-    folder: WanFolder,
+    pipeline: Any,
+    folder: Folder,
     samples: list[Sample],
     seeds: list[int],
     sampling: Sampling,
@@ -184,7 +179,7 @@ def draw(
             generator=[torch.Generator().manual_seed(s) for s in seeds],
             output_type="np",
             callback_on_step_end=after_step,
-            max_sequence_length=TEXT_TOKENS,
+            max_sequence_length=folder.config.text_tokens,
         ).frames
     pixels_BCFHW = torch.from_numpy(np.asarray(frames_BFHWC)).permute(0, 4, 1, 2, 3)
     whole = pixels_BCFHW.isfinite().all()
@@ -194,7 +189,7 @@ def draw(
 
 
 @contextmanager
-def _noise_between_steps(pipeline: Pipeline, seeds: list[int]) -> Iterator[None]:
+def _noise_between_steps(pipeline: Any, seeds: list[int]) -> Iterator[None]:
     """Give a pipeline's scheduler that takes noise between its steps that of each sample's seed.
 
     WanPipeline (diffusers 0.42.1) passes it no generator: torch's own, whose stream may be that of the start.
@@ -230,7 +225,7 @@ def sample(
     folder = model.folder
     if problems := sampling_problems(folder, sampling):
         raise ConfigError(*problems)
-    require_weights(folder)
+    folder.require_weights()
     pipeline = open_pipeline(folder, dtype, model.facts, ranks)
     set_steps(pipeline, model.trained, sampling.steps, folder)
     drawn: dict[int, tuple[Path, Tensor]] = {}
@@ -287,7 +282,7 @@ def _made(output: Path) -> set[str]:
     return {name for name in names if re.fullmatch(r"\d+\.(png|mp4)", name)}
 
 
-def sampling_problems(folder: WanFolder, sampling: Sampling) -> list[str]:
+def sampling_problems(folder: Folder, sampling: Sampling) -> list[str]:
     """Reasons why a pipeline cannot sample with settings whose numbers alone are possible."""
     size = sampling.height, sampling.width, sampling.num_frames
     problems = size_problems(folder, *size)

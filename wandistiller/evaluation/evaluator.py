@@ -26,11 +26,10 @@ from wandistiller.evaluation.items import reader_of
 from wandistiller.evaluation.metrics import FEATURES, METRICS, DrawnBatch, Features, Metric
 from wandistiller.evaluation.pipelines import DiffusersPipeline, PeakMemory, PlacedTeacher
 from wandistiller.evaluation.velocity_error import SAMPLES, Band, bands, states_in
+from wandistiller.network.folder import Folder
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.tiny import clips, first_frames, shapes
 from wandistiller.utils.errors import ConfigError
-from wandistiller.wan.loaded_components import Vae
-from wandistiller.wan.pipeline import WanFolder
 
 M = TypeVar("M", Metric, Features)
 
@@ -39,8 +38,8 @@ M = TypeVar("M", Metric, Features)
 class Evaluation:
     """Checked settings of an evaluation."""
 
-    teacher: WanFolder
-    student: WanFolder
+    teacher: Folder
+    student: Folder
     items: list[PromptItem]
     output: Path
     teacher_sampling: Sampling
@@ -163,7 +162,7 @@ class Evaluator:
         self._samples = settings.samples
         self._scenes = settings.scenes
         self._null_LD = self._conditions.text[negative]
-        self._vae = Vae(settings.teacher, self._device)
+        self._vae = settings.teacher.load_vae(self._device)
         self._clip = Clip(settings.clip, self._device) if settings.clip else None
         self._batches = batched(list(range(len(settings.prompts))), settings.batch)
         """Numbers of the prompts."""

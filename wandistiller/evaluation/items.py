@@ -11,8 +11,8 @@ from wandistiller.data.dataset import EMBEDDED, FIRST_FRAMES, PromptItem, read_d
 from wandistiller.data.lines import LISTS, prompt_problems
 from wandistiller.data.media import CROP, MediaError, MediaReader, Size
 from wandistiller.data.media_cache import Sample
+from wandistiller.network.folder import Folder
 from wandistiller.utils.errors import ConfigError, problem
-from wandistiller.wan.pipeline import WanFolder
 
 
 def read_items(
@@ -57,7 +57,7 @@ def _of_each(key: str, images: Sequence[str], number: int) -> list[Path | None]:
     return files if len(files) == number else (files or [None]) * number
 
 
-def image_problems(folder: WanFolder, items: list[PromptItem], *, given: bool = False) -> list[str]:
+def image_problems(folder: Folder, items: list[PromptItem], *, given: bool = False) -> list[str]:
     """List the problem of first frames that a pipeline needs or, if they are `given`, does not take."""
     if not folder.config.takes_image:
         remedy = "It makes clips of text alone; leave it out."
@@ -65,13 +65,13 @@ def image_problems(folder: WanFolder, items: list[PromptItem], *, given: bool = 
     return given_problems(folder, items)
 
 
-def reader_of(facts: Facts, folder: WanFolder) -> MediaReader:
+def reader_of(facts: Facts, folder: Folder) -> MediaReader:
     """Return how given frames are read: as in the run that made a model, else cropped, over white."""
     background = background_of(facts.background) if facts.background else WHITE
     return MediaReader(facts.video_fps or float(folder.fps), background, facts.fit or CROP)
 
 
-def frame_problems(folder: WanFolder, reader: MediaReader, items: list[PromptItem], size: Size) -> list[str]:
+def frame_problems(folder: Folder, reader: MediaReader, items: list[PromptItem], size: Size) -> list[str]:
     """List the images and videos whose given frames cannot be used, with the reasons; all are read."""
     problems = []
     for item in items if folder.config.takes_image else []:

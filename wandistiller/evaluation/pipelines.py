@@ -18,21 +18,19 @@ from wandistiller.data.media_cache import Sample
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import empty_cache, held_memory, on_accelerator, synchronize
 from wandistiller.distributed.progress import Progress
-from wandistiller.distributed.sequence_parallel import ALONE, Ranks
+from wandistiller.distributed.sequence_parallel import ALONE, Ranks, whole_sequences
 from wandistiller.engine.workarounds import release_module_references
 from wandistiller.evaluation.draw_samples import Sampling, draw, open_pipeline, set_steps
 from wandistiller.evaluation.velocity_error import quantization_error
 from wandistiller.experts import Expert
 from wandistiller.monitoring import memory_usage
+from wandistiller.network.folder import Folder, Vae
 from wandistiller.network.network import Network
+from wandistiller.network.sampling import denoise
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, local_modules
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.utils.system_memory import GIB
-from wandistiller.wan.context_parallel import whole_sequences
-from wandistiller.wan.loaded_components import Vae
-from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.sampling import denoise, pipeline_scheduler
 
 P, R = ParamSpec("P"), TypeVar("R")
 
@@ -42,7 +40,7 @@ class DiffusersPipeline:
 
     def __init__(
         self,
-        folder: WanFolder,
+        folder: Folder,
         sampling: Sampling,
         null_text_LD: Tensor,
         dtype: torch.dtype,
@@ -59,7 +57,7 @@ class DiffusersPipeline:
         """
         self._pipeline, self._sampling = open_pipeline(folder, dtype, facts, ranks), sampling
         if sampling.shift:
-            self._pipeline.scheduler = pipeline_scheduler(folder, sampling.shift)
+            self._pipeline.scheduler = folder.scheduler(sampling.shift)
         self._folder, self._reader = folder, reader
         self._trained = facts if facts and facts.few_steps else None
         self._own = self._pipeline.scheduler, self._pipeline.config.boundary_ratio
@@ -113,7 +111,7 @@ class PlacedTeacher:
 
     def __init__(
         self,
-        folder: WanFolder,
+        folder: Folder,
         sampling: Sampling,
         conditions: Conditions,
         placement: Placement,

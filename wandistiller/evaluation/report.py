@@ -19,7 +19,6 @@ from wandistiller.monitoring.headline import SCORES, Estimated, Evaluated, Figur
 from wandistiller.teacher.teacher_json import quantized_facts
 from wandistiller.utils.files import atomic, write_json
 from wandistiller.utils.images import can_write_mp4, save_clips, save_frames, save_grid
-from wandistiller.wan.transformer import count_parameters
 
 SLOW = 0.8
 """Share of the teacher's motion below which a warning is written."""
@@ -99,7 +98,7 @@ def _columns(
     folders, seed = {"teacher": settings.teacher, "student": settings.student}, settings.seed
     for name, ranks in sides.items():
         columns[name] = {
-            "parameters": sum(count_parameters(config) for config in folders[name].configs.values()),
+            "parameters": sum(config.numel for config in folders[name].configs.values()),
             "peak_memory_gib": {k: max(r.peak_gib[k] for r in ranks) for k in ranks[0].peak_gib},
             **_figures(settings, [r.own for r in ranks]),
         }

@@ -9,13 +9,13 @@ from wandistiller.batch import Batch, Conditioning
 from wandistiller.distributed import collectives
 from wandistiller.experts import Expert, expert_at
 from wandistiller.flow import band_name, with_noise
+from wandistiller.network.folder import Folder
 from wandistiller.teacher.base import Guidance, OwnerTeacher, Teacher
 from wandistiller.teacher.build import unquantized_teacher
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.keyed_random import keyed_generator
 from wandistiller.utils.logging import set_activity
-from wandistiller.wan.pipeline import WanFolder
 
 EDGES = (0.0, 0.25, 0.5, 0.75, 0.875, 1.0)
 
@@ -53,7 +53,7 @@ SAMPLES = 2
 
 
 def quantization_error(
-    folder: WanFolder,
+    folder: Folder,
     placement: Placement,
     teacher: Teacher,
     guidance: Guidance,

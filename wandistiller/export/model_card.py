@@ -17,14 +17,11 @@ from wandistiller.config.start import recorded_stages
 from wandistiller.experts import Expert, expert_at
 from wandistiller.export.source import Source, arguments, clip, sampler_in_words, without_places, written
 from wandistiller.flow import RENOISE, FlowSchedule
+from wandistiller.network.folder import Folder
+from wandistiller.network.sampling import few_step_config, few_steps
 from wandistiller.utils.errors import ConfigError
-from wandistiller.utils.files import read_json, write_json
+from wandistiller.utils.files import FACTS, read_json, write_json
 from wandistiller.utils.images import drawn
-from wandistiller.wan import transformer
-from wandistiller.wan.given_frames import given_places
-from wandistiller.wan.lora_experts import FACTS
-from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.sampling import few_step_config, few_steps
 
 HUB = "https://huggingface.co"
 HERE = "THIS_FOLDER"
@@ -74,7 +71,7 @@ above before you publish it.
 
 def student_sentence(facts: Facts) -> str:
     layers, n_experts = facts.config.num_layers, len(facts.experts)
-    parameters = transformer.count_parameters(facts.config) * n_experts / 1e6
+    parameters = facts.config.numel * n_experts / 1e6
     text = MADE + few_steps_sentence(facts) + TWO_EXPERTS * facts.has_boundary
     counts = {"layers": layers, "n_experts": n_experts, "parameters": parameters, "s": "s" * (n_experts > 1)}
     return text.format(**written(facts), **counts, clip=clip(facts))
@@ -168,7 +165,7 @@ def _front_matter(source: Source, relation: str, folder: Path) -> tuple[str, boo
     return data.to_yaml(), bool(terms)
 
 
-def licence(teacher: WanFolder | None, hub_id: str) -> dict[str, str]:
+def licence(teacher: Folder | None, hub_id: str) -> dict[str, str]:
     """The licence on the teacher's own card; without one, `other` with a link to the hub or to its file.
 
     Nothing if there is neither: `other` needs a link.
@@ -244,7 +241,7 @@ def comfy_nodes(facts: Facts, loader: str) -> str:
     latent = "EmptyHunyuanLatentVideo" if facts.config.out_channels == 16 else "Wan22ImageToVideoLatent"
     if facts.image_to_video:
         latent = "WanImageToVideo" if facts.config.joined_channels else latent
-        latent = "WanFirstLastFrameToVideo" if len(given_places(facts.config)) == 2 else latent
+        latent = "WanFirstLastFrameToVideo" if len(facts.config.given_places) == 2 else latent
     text = COMFY + (TWO_SAMPLERS if facts.has_boundary else ONE_SAMPLER)
     more = {"latent": latent, "loader": loader, "sampler": "euler or uni_pc", "others": "", "fewer": ""}
     if facts.few_steps:

@@ -15,6 +15,7 @@ from wandistiller.checkpoint.facts import Facts
 from wandistiller.config.job import Job
 from wandistiller.utils.errors import ConfigError, folder_problems
 from wandistiller.utils.files import (
+    FACTS,
     atomic,
     delete_leftovers,
     flush,
@@ -23,7 +24,6 @@ from wandistiller.utils.files import (
     system_error,
 )
 from wandistiller.utils.logging import set_activity
-from wandistiller.wan.lora_experts import FACTS
 
 
 def check_folder(target: Path) -> Path:

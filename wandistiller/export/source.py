@@ -19,17 +19,16 @@ from wandistiller.config.start import stage_folders
 from wandistiller.experts import Expert
 from wandistiller.flow import RENOISE
 from wandistiller.network.adapters import BASE_LAYER, is_adapter
+from wandistiller.network.folder import Folder
 from wandistiller.network.heads import PROJECTIONS
 from wandistiller.network.network import Network, Trained, without_memory
+from wandistiller.network.weight_reader import WeightReader
 from wandistiller.utils.errors import ConfigError, Place, problem, readable
 from wandistiller.utils.logging import current, set_activity
-from wandistiller.wan import transformer
 from wandistiller.wan.added_lora import read_recorded
 from wandistiller.wan.lora_experts import BOTH, is_full_model, sides_of, split_side
 from wandistiller.wan.original_names import original_name
-from wandistiller.wan.pipeline import WanFolder, open_wan, with_loras
-from wandistiller.wan.transformer import shapes
-from wandistiller.wan.weight_reader import WeightReader
+from wandistiller.wan.pipeline import open_wan
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 LOCAL = ("/", "~", "./", "../")
@@ -91,7 +90,7 @@ class Source(NamedTuple):
         closed.
         """
         for parameter, value in self._fused(name) if self.facts.lora else self.weights(name):
-            yield parameter, value.to(transformer.parameter_dtype(parameter, dtype), copy=True)
+            yield parameter, value.to(self.facts.config.dtype_of(parameter, dtype), copy=True)
 
     def weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of one expert as it was trained, without feature matching's projections."""
@@ -128,14 +127,14 @@ class Source(NamedTuple):
                     yield parameter.replace(BASE_LAYER, "."), value
             return
         reader = self.base_teacher().reader(self.base(name))
-        for parameter, shape in transformer.shapes(self.facts.config).items():
+        for parameter, shape in self.facts.config.shapes.items():
             value = torch.empty(shape)
             reader.read(parameter, value)
             yield parameter, value
         if reader.faults:
             raise ConfigError(*reader.faults)
 
-    def teacher(self, weights: bool) -> WanFolder:
+    def teacher(self, weights: bool) -> Folder:
         """The teacher's pipeline folder, as it was published.
 
         Raises:
@@ -149,14 +148,14 @@ class Source(NamedTuple):
         """The teacher's network that an expert is, but for its adapters."""
         return Expert(dict(zip(self.experts, self.facts.bases, strict=True))[name])
 
-    def base_teacher(self) -> WanFolder:
+    def base_teacher(self) -> Folder:
         """The teacher with the LoRA files that were added to its networks, under a run's adapters.
 
         Raises:
             ConfigError: its weights or those files have changed since.
         """
         added = read_recorded(str(self.folder), self.facts.teacher_lora)
-        teacher = with_loras(self.teacher(weights=True), added)
+        teacher = self.teacher(weights=True).with_loras(added)
         if teacher.identity != self.teacher_identity:
             raise ConfigError(
                 f"{self.folder}: its adapters are for the weights of {self.facts.teacher_path}, which are "
@@ -267,7 +266,7 @@ class WholeModel(Source):
         inside = (self.folder / part for part in (name, "transformer"))
         place = next((folder for folder in inside if folder.is_dir()), self.folder)
         reader = WeightReader(place.parent, place.stem) if place.is_file() else WeightReader(place)
-        wanted, stored = shapes(self.facts.config), reader.stored
+        wanted, stored = self.facts.config.shapes, reader.stored
         spellings = [
             {n: prefix + spell(n) for n in wanted} for prefix in PREFIXES for spell in (str, original_name)
         ]
@@ -285,6 +284,13 @@ class WholeModel(Source):
             if reader.faults:
                 raise ConfigError(*reader.faults)
             yield n, value
+
+
+def require_no_whole_model(place: Path) -> None:
+    """Raise ConfigError if `place` is a whole model, and no checkpoint of a run."""
+    if is_full_model(place) and not (place / loading.STATE).is_file():
+        remedy = "Say with --teacher_path which pipeline a LoRA of it is for."
+        raise ConfigError(f"{place}: is a whole model. {remedy}")
 
 
 def read_whole_model(given: str, teacher_path: str) -> WholeModel:

@@ -3,23 +3,35 @@
 import re
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from wandistiller.network.config import NetworkConfig
 from wandistiller.network.heads import PROJECTIONS
 from wandistiller.utils.errors import RECIPE, Problem, problem
 from wandistiller.utils.parameter_patterns import any_names, names_part, unknown_parts
 from wandistiller.utils.validation import Count, Positive, Text, check, types_of, write
-from wandistiller.wan import transformer
-from wandistiller.wan.lora_files import LowRank
-from wandistiller.wan.structure import ATTENTION_MAPS, IMAGE_MAPS
-from wandistiller.wan.transformer_config import TransformerConfig
 
 BASE_LAYER = ".base_layer."
 """Part of the names of a linear layer with an adapter (peft 0.21)."""
+TARGETS = ["to_q", "to_k", "to_v", "to_out"]
+"""What gets adapters if a recipe does not say it: the linear layers of attention, by diffusers' names."""
+
+
+class LowRank(NamedTuple):
+    """A change of a linear layer's weight: B A."""
+
+    a: Tensor
+    """[rank, in]."""
+    b: Tensor
+    """[out, rank], with the factor of alpha and rank in it."""
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +46,7 @@ class Lora:
     """Other ranks by part: the last pattern that names a layer counts."""
     alpha: Positive | None = None
     """None: each layer's rank, so that the factor is 1."""
-    targets: Annotated[list[str], Field(min_length=1)] = field(default_factory=ATTENTION_MAPS.copy)
+    targets: Annotated[list[str], Field(min_length=1)] = field(default_factory=TARGETS.copy)
     """Parts whose linear layers get an adapter, as in `parameter_patterns.names_part`."""
     start: Annotated[
         Text | dict | list[Text | dict] | None, write('a file, or {"high_noise": FILE, "low_noise": FILE}')
@@ -52,14 +64,14 @@ def lora_value_problems(given: dict[str, Any] | None) -> list[str]:
     return [] if given is None else check("recipe", given, types_of(Lora), "lora.")[0]
 
 
-def lora_problems(lora: Lora, frozen: list[str] | None, config: TransformerConfig) -> list[str]:
+def lora_problems(lora: Lora, frozen: list[str] | None, config: NetworkConfig) -> list[str]:
     """List what does not fit the run in `lora`; `config.adapter_files` checks its files."""
     lacking = Problem("`lora` needs peft. Run: pip install peft", RECIPE, "lora")
     problems = [] if find_spec("peft") else [lacking]
     if frozen:
         remedy = "With `lora` all but the adapters is frozen; remove it."
         problems.append(problem("recipe", "frozen", frozen, remedy))
-    layers = linear_layers(transformer.meta_transformer(config))
+    layers = linear_layers(config.meta())
     problems += unknown_parts("recipe", "lora.targets", lora.targets, layers)
     targets = [layer for layer in layers if any_names(lora.targets, layer)]
     problems += unknown_parts("recipe", "lora.ranks", lora.ranks or (), layers)
@@ -68,15 +80,16 @@ def lora_problems(lora: Lora, frozen: list[str] | None, config: TransformerConfi
         if named and not named & {*targets}:
             remedy = "It has no adapter here. Add it to `lora.targets`, or leave it out."
             problems.append(problem("recipe", "lora.ranks", part, remedy))
-    named = {layer.rpartition(".")[2] for layer in targets} & {*IMAGE_MAPS}
-    if named and len(named) < len(IMAGE_MAPS):
-        remedy = f"diffusers reads files with adapters of both {' and '.join(IMAGE_MAPS)}, or of neither."
+    together = config.adapted_together
+    named = {layer.rpartition(".")[2] for layer in targets} & {*together}
+    if named and len(named) < len(together):
+        remedy = f"diffusers reads files with adapters of both {' and '.join(together)}, or of neither."
         problems.append(problem("recipe", "lora.targets", lora.targets, remedy))
     return problems
 
 
-def target_layers(lora: Lora, config: TransformerConfig) -> list[str]:
-    return [n for n in linear_layers(transformer.meta_transformer(config)) if any_names(lora.targets, n)]
+def target_layers(lora: Lora, config: NetworkConfig) -> list[str]:
+    return [n for n in linear_layers(config.meta()) if any_names(lora.targets, n)]
 
 
 def linear_layers(model: nn.Module) -> list[str]:

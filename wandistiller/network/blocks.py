@@ -1,6 +1,6 @@
 """A student's blocks in training: activation checkpointing, and the hidden states for feature matching."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,17 +14,24 @@ from torch.utils.checkpoint import checkpoint
 from wandistiller.engine.activation_checkpointing import CheckpointPolicy
 from wandistiller.network.block_source import SOURCE
 from wandistiller.network.heads import PROJECTIONS
-from wandistiller.wan.structure import PARTS
 
 
 class Blocks:
     """Runs the blocks of one network while gradients are on, instead of diffusers' plain loop."""
 
-    def __init__(self, model: nn.Module, policy: CheckpointPolicy | None, *, copies: bool = False):
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: Mapping[str, tuple[str, ...]],
+        policy: CheckpointPolicy | None,
+        *,
+        copies: bool = False,
+    ):
         """Take over `model`'s blocks.
 
         Args:
             model: the outputs of the blocks with a projection in its `feature_projections` are kept.
+            parts: modules of a block that are recomputed, as in `NetworkConfig.parts`.
             copies: checkpoints keep copies of their inputs, as `empties_inputs` demands. Text, time and rope
                 are inputs of every block, which are else kept once.
         """
@@ -32,10 +39,10 @@ class Blocks:
         self._number = {block: i for i, block in enumerate(model.blocks)}
         self._projections = dict(getattr(model, PROJECTIONS, nn.ModuleDict()).items())
         chosen = set(list(model.blocks)[:: policy.checkpoint_every]) if policy else set()
-        parts = PARTS[policy.checkpoint] if policy else ()
-        self._whole, self._copies = chosen if not parts else set(), copies
+        names = parts[policy.checkpoint] if policy else ()
+        self._whole, self._copies = chosen if not names else set(), copies
         self._recomputes, self._source = True, getattr(model, SOURCE, None)
-        for part in (block.get_submodule(name) for block in chosen for name in parts):
+        for part in (block.get_submodule(name) for block in chosen for name in names):
             part.forward = partial(self._run_part, part, part.forward)
         if self._whole or self._projections:
             model.enable_gradient_checkpointing(self._run)

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from wandistiller.batch import State
 from wandistiller.distributed.sequence_parallel import Ranks
-from wandistiller.wan.transformer_config import TransformerConfig
 
 PROJECTIONS = "feature_projections"
 """Attribute with the student's trained projections, by block number; they are not exported."""
@@ -19,7 +18,7 @@ def add_projections(model: nn.Module, blocks: Iterable[int], width: int) -> None
 
     A linear map without bias that starts as the truncated identity; without weights if the widths are equal.
     """
-    own = TransformerConfig.of(model.config).width
+    own = _width(model)
     projection = nn.Identity if own == width else partial(nn.Linear, own, width, bias=False)
     projections = nn.ModuleDict({str(k): projection() for k in blocks})
     for p in projections.parameters():
@@ -32,13 +31,17 @@ def add_heads(model: nn.Module) -> None:
 
     Each makes a number for each patch. Its weights start at 0, equal on every rank, and so do its outputs.
     """
-    width, layers = TransformerConfig.of(model.config).width, len(model.blocks)
+    width, layers = _width(model), len(model.blocks)
     heads = nn.ModuleDict()
     for k in sorted({max(0, layers * quarters // 4 - 1) for quarters in (2, 3, 4)}):
         heads[str(k)] = nn.Sequential(nn.LayerNorm(width, elementwise_affine=False), nn.Linear(width, 1))
     for p in heads.parameters():
         nn.init.zeros_(p)
     setattr(model, PROJECTIONS, heads)
+
+
+def _width(model: nn.Module) -> int:
+    return model.config.num_attention_heads * model.config.attention_head_dim
 
 
 def of_made_patches(logits: dict[int, Tensor], batch: State, ranks: Ranks) -> dict[int, Tensor]:

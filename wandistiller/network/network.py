@@ -15,12 +15,10 @@ from wandistiller.engine.kernels import Kernels
 from wandistiller.network.adapters import BASE_LAYER, Lora, add_lora
 from wandistiller.network.block_source import SOURCE
 from wandistiller.network.blocks import Blocks
+from wandistiller.network.config import NetworkConfig
 from wandistiller.network.heads import PROJECTIONS, add_heads, add_projections, of_made_patches
+from wandistiller.network.names import set_parameter
 from wandistiller.utils.parameter_patterns import any_names
-from wandistiller.wan import transformer
-from wandistiller.wan.context_parallel import share_sequences
-from wandistiller.wan.text_padding import merge_text_padding
-from wandistiller.wan.transformer_config import TransformerConfig
 
 Weights = Iterable[tuple[str, Tensor]]
 """Names and values of parameters."""
@@ -67,8 +65,8 @@ class Computing:
 class Network:
     """A transformer, and what was done to it."""
 
-    def __init__(self, module: nn.Module):
-        self.module = module
+    def __init__(self, module: nn.Module, config: NetworkConfig):
+        self.module, self.config = module, config
         self.trained: nn.Module = module
         """What an engine is given: the module, or its trained parts alone."""
         self.ranks = ALONE
@@ -76,22 +74,16 @@ class Network:
         self._has_heads = False
 
     @classmethod
-    def made(
-        cls, config: TransformerConfig, weights: Weights = (), device: torch.device | None = None
-    ) -> Self:
+    def made(cls, config: NetworkConfig, weights: Weights = (), device: torch.device | None = None) -> Self:
         """Make a network of weights; those that are left out have no memory (meta device).
 
         Args:
-            device: of the rope tables.
+            device: of its tables.
         """
-        module = transformer.meta_transformer(config, device)
+        module = config.meta(device)
         for name, value in weights:
-            transformer.set_parameter(module, name, value)
-        return cls(module)
-
-    @property
-    def config(self) -> TransformerConfig:
-        return TransformerConfig.of(self.module.config)
+            set_parameter(module, name, value)
+        return cls(module, config)
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -126,12 +118,13 @@ class Network:
             self._replace_frozen(base)
         if computing:
             if computing.merges_padding:
-                merge_text_padding(self.module)
+                self.config.merge_text_padding(self.module)
             self.ranks = computing.ranks
-            share_sequences(self.module, computing.ranks)
-            transformer.use_kernels(self.module, computing.kernels)
+            self.config.share_sequences(self.module, computing.ranks)
+            self.config.use_kernels(self.module, computing.kernels)
             if any(p.requires_grad for p in self.module.parameters()):
-                self._blocks = Blocks(self.module, computing.recompute, copies=computing.copies)
+                parts, copies = self.config.parts, computing.copies
+                self._blocks = Blocks(self.module, parts, computing.recompute, copies=copies)
         return self
 
     def _replace_frozen(self, base: "Network") -> None:
@@ -141,14 +134,14 @@ class Network:
                 path, _, leaf = name.rpartition(".")
                 module = self.module.get_submodule(path) if path else self.module
                 module._parameters[leaf] = base.module.get_parameter(name.replace(BASE_LAYER, "."))
-        transformer.share_rope(self.module, base.module)
+        self.config.share_tables(self.module, base.module)
         if source := getattr(base.module, SOURCE, None):
             source.serve(self.module)
         self.trained = TrainedParts(self.module)
 
     def velocity(self, state: State, call: Callable[..., Any] | None = None) -> Tensor:
-        """Return v_BCFHW, float32; see `transformer.velocity`."""
-        return transformer.velocity(self.module, state, call)
+        """Return v_BCFHW, float32; see `NetworkConfig.velocity`."""
+        return self.config.velocity(self.module, state, call)
 
     def predict(self, state: State, call: Callable[..., Any] | None = None) -> Prediction:
         """Return the velocity and, with gradients on, what projections or heads made of hidden states."""
@@ -206,13 +199,13 @@ class TrainedParts(nn.Module):
         return self._hidden[0](**inputs)
 
 
-def zeros(config: TransformerConfig) -> Iterator[tuple[str, Tensor]]:
+def zeros(config: NetworkConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield weights of zeros, float32 on the CPU, to be filled from a checkpoint."""
-    for name, shape in transformer.shapes(config).items():
+    for name, shape in config.shapes.items():
         yield name, torch.zeros(shape)
 
 
-def without_memory(config: TransformerConfig) -> Iterator[tuple[str, Tensor]]:
+def without_memory(config: NetworkConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield weights of zeros, float32 on the CPU, that take no memory, to be replaced."""
-    for name, shape in transformer.shapes(config).items():
+    for name, shape in config.shapes.items():
         yield name, torch.zeros(()).expand(shape)

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import torch
 
+from wandistiller.network.config import NetworkConfig
 from wandistiller.network.network import Network, Trained
 from wandistiller.utils.memoize import once_for_each
-from wandistiller.wan.transformer_config import TransformerConfig
 
 
 class Parameters(NamedTuple):
@@ -25,7 +25,7 @@ class Parameters(NamedTuple):
 
 
 @once_for_each
-def parameters_of(config: TransformerConfig, trained: Trained | None) -> Parameters:
+def parameters_of(config: NetworkConfig, trained: Trained | None) -> Parameters:
     """Count the parameters of a network, adapters, projections and heads included."""
     with torch.device("meta"):
         module = Network.made(config).prepare(trained).module

@@ -21,10 +21,6 @@ from wandistiller.planner.phase_peak import moments, most
 from wandistiller.planner.student_memory import optimizer_states
 from wandistiller.planner.teacher_memory import added_sizes
 from wandistiller.utils.system_memory import SYSTEM, amount, disk, disk_free
-from wandistiller.wan.components import text_config
-from wandistiller.wan.hub import broken_links, bytes_to_fetch
-from wandistiller.wan.text_padding import TEXT_TOKENS
-from wandistiller.wan.transformer import count_parameters
 
 
 class DiskUse(NamedTuple):
@@ -62,7 +58,7 @@ def written(job: Job, *, accelerator: bool) -> DiskUse:
     experts, trained = len(networks.student), len(networks.learning)
     each = 4 + optimizer_states(job.student_engine) + (4 if run.ema is not None else 0)
     kept = min(run.max_steps, run.keep_checkpoints + 1)  # `save_minutes` may save any step
-    weights = count_parameters(job.student_transformer)
+    weights = job.student_transformer.numel
     student = 0 if networks.is_teacher_with_adapters(job.folder) else experts * 2 * weights
     if networks.bases:  # the teacher has the other weights; a LoRA file has what was added to them
         added, _ = added_sizes(job.folder, tuple(networks.bases.values()))
@@ -90,8 +86,9 @@ def _cache(job: Job, accelerator: bool) -> int:
     states = made * (1 + run.rollout_steps * job.keeps_path) + used * (1 - from_prompts)
     x0 = 4 * max(math.prod(job.folder.latent_shape(*astuple(size))) for size in (job.size, *job.buckets))
     prompts = [items[i].prompt for i in range(0, len(items), 1 + len(items) // 1000)]
-    tokens = sum(min(TEXT_TOKENS, 1 + len(prompt.encode()) / 4) for prompt in prompts) / len(prompts)
-    state = text_config(job.folder.path)["d_model"] * (2 if accelerator else 4)
+    rows = job.folder.config.text_tokens
+    tokens = sum(min(rows, 1 + len(prompt.encode()) / 4) for prompt in prompts) / len(prompts)
+    state = job.folder.text_width * (2 if accelerator else 4)
     latents = states * x0 if job.updates_with_latents else 0
     frames = 0
     if (config := job.folder.config).takes_image:  # most of it is what is joined to latents
@@ -174,8 +171,8 @@ def fetch_problems(job: Job) -> list[str]:
     folder, cache = job.folder, Path(HF_HUB_CACHE)
     if collectives.rank() != 0 or not folder.revision:
         return []
-    if (nbytes := bytes_to_fetch(folder.name, folder.revision)) is None:
-        return broken_links(folder.path, folder.name, folder.revision)
+    if (nbytes := folder.bytes_to_fetch()) is None:
+        return folder.broken_links()
     if not nbytes:
         return []
     free, still = disk_free(cache), to_come(job, accelerator=on_accelerator())

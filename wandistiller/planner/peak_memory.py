@@ -11,6 +11,8 @@ from wandistiller.engine.activation_checkpointing import SECTION
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.experts import Expert
+from wandistiller.network.activation_memory import activation_bytes, call_bytes, compared_bytes
+from wandistiller.network.config import NetworkConfig
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.phase_peak import Parts, PhasePeak, total
 from wandistiller.planner.student_memory import (
@@ -23,12 +25,6 @@ from wandistiller.planner.student_memory import (
 from wandistiller.planner.teacher_memory import added_parts, hidden_states, sharers_of_a_call, teacher_parts
 from wandistiller.utils.images import STILLS, WIDEST, tile_size
 from wandistiller.utils.system_memory import FREED_KEPT, PIECES, reserve, room_of_a_rank
-from wandistiller.wan.activation_memory import activation_bytes, call_bytes, compared_bytes
-from wandistiller.wan.components import image_config, image_encoder_of, text_config
-from wandistiller.wan.fake_tensor_memory import coding, text_encoding
-from wandistiller.wan.transformer import count_parameters, numels
-from wandistiller.wan.transformer_config import TransformerConfig
-from wandistiller.wan.vae import fitting
 
 MIB = 2**20
 PROCESS = 580 * MIB
@@ -115,7 +111,7 @@ class _Planner:
         return teacher_parts(self.job, self.machine, self.latent, samples, together)
 
     def saved(
-        self, config: TransformerConfig, engine: EngineConfig, samples: int, *, recomputes: bool = True
+        self, config: NetworkConfig, engine: EngineConfig, samples: int, *, recomputes: bool = True
     ) -> Bytes:
         """Memory of the activations of a learning network, as in `activation_bytes`."""
         how = {"accelerator": self.gpu, "sharers": self.sharers, "recomputes": recomputes}
@@ -154,7 +150,7 @@ class _Planner:
         if call and not self.gpu:
             freed = total(call)
             steps["student"] |= {FREED: Bytes(host=min(freed.host + freed.transient, FREED_KEPT))}
-        numel, weights = numels(j.student_transformer), count_parameters(j.student_transformer)
+        numel, weights = j.student_transformer.numels, j.student_transformer.numel
         held, networks = self.base | kept | student, j.networks
         each = self.network.trained_numel if networks.share_base else weights
         start = Bytes(host=4 * each * len(networks.student))
@@ -234,7 +230,7 @@ class _Planner:
         kept = {f"student's {use}": replace(b, transient=0) for use, b in parts.items()}
         transient = {f"student's {use}{IN_STEP}": b.transient for use, b in parts.items() if b.transient}
         if Expert.HIGH_NOISE in {*j.networks.student} - {*j.networks.learning}:  # the samples begin with it
-            whole = count_parameters(j.student_transformer)
+            whole = j.student_transformer.numel
             numel = self.network.trained_numel if j.networks.share_base else whole
             kept["student's finished expert"] = Bytes(device=numel * engine.dtype.itemsize)
         step = {use: Bytes(transient=n) for use, n in transient.items()}
@@ -282,9 +278,8 @@ class _Planner:
 
     def _prompts(self) -> dict[str, Parts]:
         """The text encoder is loaded into CPU memory, with its file if that is in another precision."""
-        config, name = text_config(self.job.folder.path), "bfloat16" if self.gpu else "float32"
-        need, dtype = text_encoding(config, name, accelerator=self.gpu), getattr(torch, name)
-        stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), dtype)
+        dtype = torch.bfloat16 if self.gpu else torch.float32
+        need, stored = self.job.folder.text_need(dtype, accelerator=self.gpu)
         file = need.weights // dtype.itemsize * stored.itemsize if stored != dtype else 0
         m, libraries = self.machine, total(self._libraries(EARLY))
         if self.gpu:
@@ -308,12 +303,8 @@ class _Planner:
         pixels = {"pixels as they were read": Bytes(host=4 * 3 * frames * height * width)}
         kept = self._libraries(EARLY) | pixels
         vae, work = self._coding("encode", (1, 3, frames, height, width), kept)
-        parts, folder = vae | work | pixels, self.job.folder
-        if folder.config.image_dim:
-            with torch.device("meta"):
-                nbytes = sum(p.nbytes for p in image_encoder_of(image_config(folder.path)).parameters())
-            parts["image encoder"] = Bytes(device=nbytes)  # of given frames, in float32
-        return parts
+        nbytes = self.job.folder.image_encoder_bytes
+        return vae | work | pixels | ({"image encoder": Bytes(device=nbytes)} if nbytes else {})
 
     def _draw(self, kept: Parts, call: Parts, gathered: Parts) -> PhasePeak:
         """The VAE stays for the whole phase and decodes one sample at a time; there is no backward pass."""
@@ -348,14 +339,13 @@ class _Planner:
         Args:
             call: `encode` or `decode`; in tiles if it does not fit whole beside what is `kept`.
         """
-        m, held, config = self.machine, total(kept), self.job.folder.vae
-        weights = coding(call, config, shape, accelerator=self.gpu).weights
+        m, held = self.machine, total(kept)
         if self.gpu:
-            room = m.device_free - reserve(m.device_free, PIECES) - held.device - held.transient - weights
+            room = m.device_free - reserve(m.device_free, PIECES) - held.device - held.transient
         else:
-            free = m.host_free - held.node
-            room = room_of_a_rank(free, m.ranks_on_node) - held.device - held.transient - held.host - weights
-        need, tiles = fitting(call, config, shape, room, accelerator=self.gpu)
+            room = room_of_a_rank(m.host_free - held.node, m.ranks_on_node)
+            room -= held.device + held.transient + held.host
+        need, tiles = self.job.folder.vae_need(call, shape, room, accelerator=self.gpu)
         use = "VAE's activations, in tiles" if tiles else "VAE's activations"
-        vae = {"VAE": Bytes(device=weights, host=weights if self.gpu else 0)}
+        vae = {"VAE": Bytes(device=need.weights, host=need.weights if self.gpu else 0)}
         return vae, {use: Bytes(transient=need.work)}

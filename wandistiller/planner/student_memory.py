@@ -1,6 +1,6 @@
 """Memory of the student on one rank under its DeepSpeed JSON, by the arithmetic of deepspeed 0.19.8.
 
-Activations are in wan/activation_memory.py; peak_memory.py adds everything up.
+Activations are in network/activation_memory.py; peak_memory.py adds everything up.
 """
 
 from collections import Counter
@@ -16,10 +16,10 @@ from wandistiller.engine.zero_memory import (
     partition_bytes,
     round_up,
 )
+from wandistiller.network.names import block_of
 from wandistiller.network.parameters import Parameters
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.utils.system_memory import PINNED_ROUNDED
-from wandistiller.wan.structure import block_of
 
 WEIGHTS, MASTERS, GRADIENTS, BUCKETS = "weights", "float32 weights and optimizer", "gradients", "buckets"
 GATHERED, HELD = "gathered weights", "weights that backward waits for"

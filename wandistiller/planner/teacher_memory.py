@@ -6,17 +6,16 @@ from wandistiller.config.job import Job
 from wandistiller.config.sweeps import branches, swept
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.experts import Expert
+from wandistiller.network.activation_memory import call_bytes
+from wandistiller.network.config import NetworkConfig
+from wandistiller.network.folder import Folder
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.phase_peak import Parts
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.utils.memoize import once_for_each
-from wandistiller.wan.activation_memory import call_bytes
-from wandistiller.wan.added_lora import added_changes
-from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.transformer_config import TransformerConfig
 
 
-def teacher_bytes(folder: WanFolder, placement: Placement, sharers: int) -> Bytes:
+def teacher_bytes(folder: Folder, placement: Placement, sharers: int) -> Bytes:
     """Weights of all experts on a rank.
 
     For `owner` and `device_map` on the owner's rank, for the latter as if nothing were mapped to CPU or disk.
@@ -29,12 +28,12 @@ def teacher_bytes(folder: WanFolder, placement: Placement, sharers: int) -> Byte
 
 
 @once_for_each
-def _expert_bytes(config: TransformerConfig, placement: Placement, sharers: int) -> Bytes:
+def _expert_bytes(config: NetworkConfig, placement: Placement, sharers: int) -> Bytes:
     return placement.memory(config, sharers)
 
 
 @once_for_each
-def _on_the_way(config: TransformerConfig, placement: Placement) -> tuple[int, int]:
+def _on_the_way(config: NetworkConfig, placement: Placement) -> tuple[int, int]:
     """Bytes of weights of a call that are unpacked, and of those that a GPU has yet to finish with."""
     return placement.unpacked(config), placement.behind(config)
 
@@ -81,13 +80,9 @@ def teacher_parts(
 
 
 @once_for_each
-def added_sizes(folder: WanFolder, experts: tuple[Expert, ...]) -> tuple[int, int]:
+def added_sizes(folder: Folder, experts: tuple[Expert, ...]) -> tuple[int, int]:
     """Elements of the factors of LoRA files in all of these networks, and of the largest changed weight."""
-    changes = [
-        one
-        for expert in experts
-        for one in added_changes(folder.added, folder.configs[expert], expert, weights=False).values()
-    ]
+    changes = [one for expert in experts for one in folder.added_changes(expert, weights=False).values()]
     factors = sum(a.numel() + b.numel() for a, b in changes)
     return factors, max((len(b) * a.shape[1] for a, b in changes), default=0)
 

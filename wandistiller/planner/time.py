@@ -16,6 +16,9 @@ from annotated_types import Gt, Lt
 from wandistiller.batch import STUDENT
 from wandistiller.config.job import Job
 from wandistiller.config.sweeps import branches, swept
+from wandistiller.network.activation_memory import Latent
+from wandistiller.network.config import NetworkConfig
+from wandistiller.network.flops import Flops, count_flops
 from wandistiller.objectives.script import TEACHER
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.passes import Passes, base_sweeps, passes_asked
@@ -23,9 +26,6 @@ from wandistiller.planner.teacher_memory import sharers_of_a_call
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.system_memory import GIB
 from wandistiller.utils.validation import check, types_of
-from wandistiller.wan.activation_memory import Latent
-from wandistiller.wan.flops import Flops, count_flops
-from wandistiller.wan.transformer_config import TransformerConfig
 
 SHARE = 1 / 3
 """Share of the maker's peak of dense products in bf16 that a whole step is assumed to reach.
@@ -114,7 +114,7 @@ def _recomputed(job: Job, role: str) -> float:
     return _mean(job, config, lambda flops: flops.recomputed(engine.recompute))
 
 
-def _network(job: Job, role: str) -> tuple[TransformerConfig, float]:
+def _network(job: Job, role: str) -> tuple[NetworkConfig, float]:
     """Return the architecture of a network, and the share of its weights that learn."""
     if role == TEACHER:
         return job.folder.config, 0.0
@@ -228,7 +228,7 @@ def _rollouts_key(job: Job) -> tuple[Any, ...]:
     return job.cache, job.rollouts.making, job.size, *weights, *guidance
 
 
-def _mean(job: Job, config: TransformerConfig, of: Callable[[Flops], float]) -> float:
+def _mean(job: Job, config: NetworkConfig, of: Callable[[Flops], float]) -> float:
     """Return the mean over the run's samples of what a network's operations on each come to."""
     return sum(share * of(count_flops(config, latent)) for latent, share in _shares(job).items())
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wandistiller.batch import Batch
+from wandistiller.batch import Batch, padded
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.tensor_cache import Measured
 from wandistiller.distributed import collectives
@@ -21,7 +21,7 @@ from wandistiller.flow import FlowSchedule, band_name, with_noise
 from wandistiller.student.pruning import CalibrationStats, InputMoments
 from wandistiller.utils.logging import heartbeat
 from wandistiller.wan.structure import CONDITION, IMAGE_NORM, NORMED, STREAM_NORMS, TEXT_READER
-from wandistiller.wan.text_padding import TEXT_TOKENS, padded
+from wandistiller.wan.text_padding import TEXT_TOKENS
 
 CALLS = "calls"
 """Name of the number of calls in a file of sums."""

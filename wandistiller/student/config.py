@@ -8,14 +8,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from wandistiller.experts import Expert
+from wandistiller.network.folder import Folder
 from wandistiller.student.pruning import fits_rope
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json
 from wandistiller.utils.validation import Count, Index, Text, check, types_of, write
 from wandistiller.wan.checks import part_problems, weight_problems
 from wandistiller.wan.components import PartConfig, filled
-from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.transformer import meta_transformer
 from wandistiller.wan.transformer_config import TransformerConfig
 
 WIDTH_KEYS = ("num_attention_heads", "attention_head_dim", "ffn_dim")
@@ -53,7 +52,7 @@ class StudentConfig:
 
 
 def read_student_config(
-    where: str, values: dict[str, Any], folder: WanFolder, trained: TransformerConfig | None = None
+    where: str, values: dict[str, Any], folder: Folder, trained: TransformerConfig | None = None
 ) -> tuple[StudentConfig, TransformerConfig]:
     """Check a student JSON against the teacher.
 
@@ -94,7 +93,7 @@ def read_student_config(
     if own_folder and not trained and not problems:  # reads headers only
         experts = list(Expert) if student.experts == "two" else [Expert.HIGH_NOISE]
         folders = [transformer_folder(student.init, expert) for expert in experts]
-        model = meta_transformer(config)
+        model = config.meta()
         problems = [p for source in folders for p in weight_problems(source, model)]
     if problems:
         raise ConfigError(*problems)
@@ -111,7 +110,7 @@ def _shares(student: StudentConfig, teacher: TransformerConfig) -> dict[str, int
     return sizes
 
 
-def _teacher_problems(where: str, student: StudentConfig, folder: WanFolder) -> list[str]:
+def _teacher_problems(where: str, student: StudentConfig, folder: Folder) -> list[str]:
     """Experts and layers that this teacher does not have."""
     problems, keep, layers = [], student.keep_layers, folder.config.num_layers
     if student.experts == "two" and folder.boundary is None:
@@ -126,7 +125,7 @@ def _teacher_problems(where: str, student: StudentConfig, folder: WanFolder) -> 
 
 
 def _shape_problems(
-    where: str, student: StudentConfig, config: TransformerConfig, folder: WanFolder
+    where: str, student: StudentConfig, config: TransformerConfig, folder: Folder
 ) -> list[str]:
     """Sizes that do not fit the teacher's."""
     teacher, heads = folder.config, student.num_attention_heads
@@ -190,7 +189,7 @@ def transformer_folder(init: str, expert: Expert) -> Path:
     return inside if inside.is_dir() else Path(init)
 
 
-def kept_layers(student: StudentConfig, config: TransformerConfig, folder: WanFolder) -> list[int]:
+def kept_layers(student: StudentConfig, config: TransformerConfig, folder: Folder) -> list[int]:
     """Return for each student layer the teacher layer that it is copied from."""
     layers, kept = folder.config.num_layers, config.num_layers
     if isinstance(student.keep_layers, list):
@@ -205,7 +204,7 @@ def kept_layers(student: StudentConfig, config: TransformerConfig, folder: WanFo
     return [0] if kept == 1 else [round(i * (layers - 1) / (kept - 1)) for i in range(kept)]
 
 
-def source_experts(student: StudentConfig, folder: WanFolder, expert: Expert) -> list[Expert]:
+def source_experts(student: StudentConfig, folder: Folder, expert: Expert) -> list[Expert]:
     """Return the teacher's experts whose average one of the student's networks starts from."""
     if len(folder.configs) == 1:
         return [Expert.HIGH_NOISE]
@@ -223,7 +222,7 @@ def teacher_block_of(kept: list[int], layers: int) -> list[int]:
     return [*(max(0, k - 1) for k in kept[1:]), layers - 1]
 
 
-def lineage(student: StudentConfig, config: TransformerConfig, folder: WanFolder) -> list[int]:
+def lineage(student: StudentConfig, config: TransformerConfig, folder: Folder) -> list[int]:
     """Return the teacher blocks that feature matching compares the blocks of a student's network with.
 
     `keep_layers` must be resolved (no longer `importance`). The blocks are evenly spaced for a student that

@@ -7,22 +7,21 @@ from torch import Tensor
 
 from wandistiller.distributed import collectives
 from wandistiller.experts import Expert
+from wandistiller.network.config import NetworkConfig
+from wandistiller.network.folder import Folder
+from wandistiller.network.names import in_block, split_name
+from wandistiller.network.weight_reader import WeightReader
 from wandistiller.student import pruning
 from wandistiller.student.config import StudentConfig, kept_layers, source_experts, transformer_folder
 from wandistiller.student.pruning import CalibrationStats
 from wandistiller.student.slicing import WidthSlicer
 from wandistiller.utils.errors import ConfigError
-from wandistiller.wan import transformer
-from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.structure import in_block, split_name
-from wandistiller.wan.transformer_config import TransformerConfig
-from wandistiller.wan.weight_reader import WeightReader
 
 
 class _Weights:
     """The source tensors of a student's network, read one at a time; averaged over several experts."""
 
-    def __init__(self, student: StudentConfig, folder: WanFolder, expert: Expert):
+    def __init__(self, student: StudentConfig, folder: Folder, expert: Expert):
         if student.init == "teacher":
             self.readers = [folder.reader(source) for source in source_experts(student, folder, expert)]
         else:
@@ -38,8 +37,8 @@ class _Weights:
 
 def start_weights(
     student: StudentConfig,
-    config: TransformerConfig,
-    folder: WanFolder,
+    config: NetworkConfig,
+    folder: Folder,
     expert: Expert,
     seed: int,
     cuts: WidthSlicer | None = None,
@@ -54,12 +53,12 @@ def start_weights(
     if student.init == "random":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            yield from transformer.new_network(config).named_parameters()
+            yield from config.new().named_parameters()
         return
     copied = student.init == "teacher"
     layers = kept_layers(student, config, folder) if copied else list(range(config.num_layers))
     weights, cuts = _Weights(student, folder, expert), cuts or WidthSlicer()
-    for name, module in transformer.meta_transformer(config).named_modules():
+    for name, module in config.meta().named_modules():
         number, inside = split_name(name)
         source = name if number is None else in_block(layers[number], inside)
         leaves = [leaf for leaf, _ in module.named_parameters(recurse=False)]
@@ -71,7 +70,7 @@ def start_weights(
         raise ConfigError(*problems)
 
 
-def copied_weights(folder: WanFolder, expert: Expert) -> Iterator[tuple[str, Tensor]]:
+def copied_weights(folder: Folder, expert: Expert) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of one of the teacher's networks, as `start_weights`. Collective."""
     whole = StudentConfig(experts="two" if folder.boundary is not None else "one")
     yield from start_weights(whole, folder.configs[expert], folder, expert, 0)
@@ -79,8 +78,8 @@ def copied_weights(folder: WanFolder, expert: Expert) -> Iterator[tuple[str, Ten
 
 def plan_cuts(
     student: StudentConfig,
-    config: TransformerConfig,
-    folder: WanFolder,
+    config: NetworkConfig,
+    folder: Folder,
     expert: Expert,
     stats: CalibrationStats,
 ) -> WidthSlicer:

@@ -32,7 +32,6 @@ from wandistiller.experts import Expert
 from wandistiller.network.network import Network
 from wandistiller.student.ema import Ema
 from wandistiller.student.trainable import parameter_groups
-from wandistiller.wan import transformer
 
 
 class Learner:
@@ -213,7 +212,7 @@ def _engine(
     skip_nonfinite_steps(engine)
     leave_out_reduction_of_one_rank(engine)
     if config.stage == 3:
-        pace_fetches(transformer.called_in_turn(network.module))
+        pace_fetches(network.config.called_in_turn(network.module))
     if network.module is model:  # data_types.buffer_dtype would have cast its tables
-        transformer.renew_rope(model, collectives.device())
+        network.config.renew_tables(model, collectives.device())
     return engine

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from wandistiller.network.config import NetworkConfig
+from wandistiller.network.names import in_block
 from wandistiller.student.slicing import Subspace, WidthSlicer
 from wandistiller.wan import structure
-from wandistiller.wan.transformer_config import TransformerConfig
 
 Read = Callable[[str], Tensor]
 """Reads the teacher's tensor of a name, float32 on the CPU."""
@@ -41,8 +42,8 @@ class CalibrationStats:
 
 
 def plan(
-    config: TransformerConfig,
-    teacher: TransformerConfig,
+    config: NetworkConfig,
+    teacher: NetworkConfig,
     blocks: list[int],
     stats: CalibrationStats,
     read: Read,
@@ -62,7 +63,7 @@ def plan(
         axes["text"] = Subspace((directions_DD * signs_d).float())  # signs are equal on all machines
         if stats.image_DD is not None:
             readers = [
-                structure.in_block(i, f"{structure.ATTENTIONS[1]}.{name}")
+                in_block(i, f"{structure.ATTENTIONS[1]}.{name}")
                 for i in blocks
                 for name in structure.IMAGE_MAPS
             ]
@@ -73,10 +74,10 @@ def plan(
         axes["temb"] = axes["stream"]
         for i in blocks:
             for attention in structure.ATTENTIONS:
-                axes |= _attention(stats, read, structure.in_block(i, attention), teacher, heads, head_dim)
+                axes |= _attention(stats, read, in_block(i, attention), teacher, heads, head_dim)
     if config.ffn_dim != teacher.ffn_dim:
         for i in blocks:
-            axis = structure.in_block(i, structure.FEED_FORWARD)
+            axis = in_block(i, structure.FEED_FORWARD)
             axes[axis] = Subspace(_strongest(_scores(stats, read, axis), config.ffn_dim))
     return WidthSlicer(axes, {name: moments.mean_D for name, moments in stats.moments.items()})
 
@@ -104,7 +105,7 @@ def _of_norm(moment_DD: Tensor, units_d: Tensor) -> Subspace:
 
 
 def _attention(
-    stats: CalibrationStats, read: Read, name: str, teacher: TransformerConfig, heads: int, head_dim: int
+    stats: CalibrationStats, read: Read, name: str, teacher: NetworkConfig, heads: int, head_dim: int
 ) -> dict[str, Subspace]:
     """Axes of the strongest heads; within each, rope's pairs for queries and keys, the strongest values."""
     old = teacher.attention_head_dim

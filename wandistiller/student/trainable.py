@@ -6,11 +6,10 @@ from torch import nn
 
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.network.adapters import Lora, linear_layers, lora_problems
+from wandistiller.network.config import NetworkConfig
 from wandistiller.network.heads import PROJECTIONS
 from wandistiller.utils.errors import RECIPE, Problem, problem
 from wandistiller.utils.parameter_patterns import any_names, factor, names_part, unknown_parts
-from wandistiller.wan import transformer
-from wandistiller.wan.transformer_config import TransformerConfig
 
 RATES = {"warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr"}
 """Keys of DeepSpeed's schedules that are learning rates."""
@@ -19,14 +18,14 @@ DEFAULT_RATES = {"WarmupDecayLR": {"warmup_max_lr": 1e-3}, "LRRangeTest": {"lr_r
 
 
 def tuning_problems(
-    run: Any, config: TransformerConfig, engine: EngineConfig, *, projects: bool = True
+    run: Any, config: NetworkConfig, engine: EngineConfig, *, projects: bool = True
 ) -> list[str]:
     """List the problems of the recipe keys `frozen`, `learning_rates`, `lora` and `ema` of a `RunConfig`.
 
     Args:
         projects: the student may have projections with weights.
     """
-    names = list(transformer.numels(config))
+    names = list(config.numels)
     problems = unknown_parts("recipe", "frozen", run.frozen or (), names) + _ema_problems(run, engine)
     if all(any_names(run.frozen or (), name) for name in names):
         problems.append(problem("recipe", "frozen", run.frozen, "Nothing is left to train; remove a part."))
@@ -52,12 +51,12 @@ def tuning_problems(
     return problems + (lora_problems(Lora(**run.lora), run.frozen, config) if run.lora is not None else [])
 
 
-def _untrained_problems(run: Any, config: TransformerConfig, *, projects: bool) -> list[str]:
+def _untrained_problems(run: Any, config: NetworkConfig, *, projects: bool) -> list[str]:
     """List the parts in `learning_rates` that the student has, but without a weight that is trained."""
-    names, why = list(transformer.numels(config)), ""
+    names, why = list(config.numels), ""
     if run.learning_rates and run.lora is not None:
         targets = Lora(**run.lora).targets
-        layers = linear_layers(transformer.meta_transformer(config))
+        layers = linear_layers(config.meta())
         layers = [layer for layer in layers if any_names(targets, layer)]
         names = [f"{layer}.lora_{one}.default.weight" for layer in layers for one in "AB"]  # peft 0.21
         remedy = f"write a layer that has some, such as `{targets[0]}`, or leave it out."

@@ -8,13 +8,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from wandistiller.batch import Prediction, State, concat_batches, split_prediction
+from wandistiller.batch import Prediction, State, concat_batches, padded, split_prediction
 from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.experts import Expert
 from wandistiller.network.network import Network
 from wandistiller.network.sweep import block_by_block, in_turn, only_here
-from wandistiller.wan.text_padding import padded
 
 
 class Teacher(Protocol):

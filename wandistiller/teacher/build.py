@@ -11,17 +11,18 @@ from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.distributed.shutdown import Stopped
 from wandistiller.experts import Expert
+from wandistiller.network.folder import Folder
 from wandistiller.network.network import Computing, Network
+from wandistiller.network.weight_reader import WeightReader
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, OwnerTeacher, Teacher
 from wandistiller.teacher.disk_blocks import Slots, read_by_block
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.utils.errors import ConfigError
-from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.weight_reader import WeightReader, zero_problems
+from wandistiller.wan.sound_weights import zero_problems
 
 
 def build_teacher(
-    folder: WanFolder,
+    folder: Folder,
     placement: Placement,
     guidance: Guidance | None = None,
     *,
@@ -55,7 +56,7 @@ def build_teacher(
     teacher = None
     if here:
         own = ranks if owner is None else ALONE
-        teacher = _around(modules, placement, guidance, placement.sweeps, merges_padding, own)
+        teacher = _around(folder, modules, placement, guidance, placement.sweeps, merges_padding, own)
     return teacher if owner is None else OwnerTeacher(teacher, owner, peers, ranks)
 
 
@@ -71,7 +72,7 @@ def _zero_problems(readers: list[WeightReader]) -> list[str]:
 
 
 def unquantized_teacher(
-    folder: WanFolder, placement: Placement, guidance: Guidance | None = None, *, merges_padding: bool = False
+    folder: Folder, placement: Placement, guidance: Guidance | None = None, *, merges_padding: bool = False
 ) -> tuple[Teacher, list[WeightReader]]:
     """Make the teacher of a placement without its `weights`, of which one block is in memory at a time.
 
@@ -87,10 +88,11 @@ def unquantized_teacher(
         expert: read_by_block(reader, folder.configs[expert], dtype, device, Slots(device))
         for expert, reader in readers.items()
     }
-    return _around(modules, placement, guidance, True, merges_padding, ALONE), [*readers.values()]
+    return _around(folder, modules, placement, guidance, True, merges_padding, ALONE), [*readers.values()]
 
 
 def _around(
+    folder: Folder,
     modules: dict[Expert, nn.Module],
     placement: Placement,
     guidance: Guidance | None,
@@ -99,7 +101,10 @@ def _around(
     ranks: Ranks,
 ) -> Teacher:
     computing = Computing(merges_padding=merges_padding, ranks=ranks, kernels=placement)
-    networks = {e: Network(module.eval()).prepare(computing=computing) for e, module in modules.items()}
+    networks = {
+        e: Network(module.eval(), folder.configs[e]).prepare(computing=computing)
+        for e, module in modules.items()
+    }
     one, *_ = networks.values()
     teacher = LocalTeacher({e: networks.get(e, one) for e in Expert}, _device(placement), sweeps=sweeps)
     if not guidance:

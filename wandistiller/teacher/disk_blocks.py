@@ -8,12 +8,11 @@ from torch import Tensor, nn
 
 from wandistiller.distributed.device import make_current
 from wandistiller.network.block_source import BlockSource
+from wandistiller.network.config import NetworkConfig
+from wandistiller.network.names import in_block, set_parameter, split_name
+from wandistiller.network.weight_reader import WeightReader
 from wandistiller.teacher.stored_weights import parameters_of
 from wandistiller.utils.errors import ConfigError
-from wandistiller.wan.structure import in_block, split_name
-from wandistiller.wan.transformer import meta_transformer, set_parameter
-from wandistiller.wan.transformer_config import TransformerConfig
-from wandistiller.wan.weight_reader import WeightReader
 
 Weights = dict[str, Tensor]
 """Of a block, by the names of its parameters."""
@@ -83,13 +82,13 @@ def read_block(reader: WeightReader, number: int, slot: Weights) -> None:
 
 
 def read_by_block(
-    reader: WeightReader, config: TransformerConfig, dtype: torch.dtype, device: torch.device, slots: Slots
+    reader: WeightReader, config: NetworkConfig, dtype: torch.dtype, device: torch.device, slots: Slots
 ) -> nn.Module:
     """Make the model on `device`, bit-equal to diffusers' from_pretrained, its blocks' weights in `slots`.
 
     A sweep, of calls that go through the blocks together, reads each block once.
     """
-    model, of_block = meta_transformer(config, device), {}
+    model, of_block = config.meta(device), {}
     for name, meta in parameters_of(model, dtype):
         number, leaf = split_name(name)
         if number is not None:

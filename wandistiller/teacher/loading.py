@@ -17,12 +17,11 @@ from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.shutdown import Stopped, stopping
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.network.block_source import BUFFERS, BlockStream, Buffers
+from wandistiller.network.config import NetworkConfig
+from wandistiller.network.names import block_of, is_in_block, set_parameter
+from wandistiller.network.weight_reader import WeightReader
 from wandistiller.teacher.quantized import Weights
 from wandistiller.teacher.stored_weights import WHOLE, parameters_of, stored_weights_of
-from wandistiller.wan.structure import block_of, is_in_block
-from wandistiller.wan.transformer import meta_transformer, set_parameter
-from wandistiller.wan.transformer_config import TransformerConfig
-from wandistiller.wan.weight_reader import WeightReader
 
 T = TypeVar("T")
 LOOK_EVERY = 8
@@ -32,7 +31,7 @@ ALIGNED = 64  # bytes; what torch's own allocator gives, on which the choice of 
 
 def load_whole(
     reader: WeightReader,
-    config: TransformerConfig,
+    config: NetworkConfig,
     dtype: torch.dtype,
     device: torch.device,
     weights: Weights = None,
@@ -45,7 +44,7 @@ def load_whole(
         weights: format of the blocks' linear layers, which are then quantised one by one.
         alone: the other ranks do not load it; without it collective.
     """
-    model = meta_transformer(config, device)
+    model = config.meta(device)
     for name, weight in one_by_one(stored_weights_of(model, dtype, weights), reader, alone=alone):
         pieces = [torch.empty_like(piece, device=device) for piece in weight.pieces]
         weight.read(reader, name, pieces, WHOLE, device)
@@ -55,7 +54,7 @@ def load_whole(
 
 def load_sharded(
     reader: WeightReader,
-    config: TransformerConfig,
+    config: NetworkConfig,
     dtype: torch.dtype,
     engine: EngineConfig,
     device: torch.device,
@@ -68,7 +67,7 @@ def load_sharded(
 
     Mixed dtypes as in `load_whole`, so the result is bit-equal to diffusers' own.
     """
-    model, home = meta_transformer(config, device), InitWithoutBroadcast(engine, dtype, peers)
+    model, home = config.meta(device), InitWithoutBroadcast(engine, dtype, peers)
     arena = _host_arena(model, engine, dtype, home.dp_world_size)
     for name, meta in one_by_one(dict(parameters_of(model, dtype)), reader):
         if home.swaps(meta):
@@ -88,7 +87,7 @@ def load_sharded(
 
 def load_shared(
     reader: WeightReader,
-    config: TransformerConfig,
+    config: NetworkConfig,
     dtype: torch.dtype,
     peers: list[int],
     weights: Weights = None,
@@ -98,7 +97,7 @@ def load_shared(
     Args:
         weights: format of the blocks' linear layers.
     """
-    model, share = meta_transformer(config), (peers.index(collectives.rank()), len(peers))
+    model, share = config.meta(), (peers.index(collectives.rank()), len(peers))
     parameters = stored_weights_of(model, dtype, weights, len(peers))
     arena = Arena(sum(_aligned(piece) for weight in parameters.values() for piece in weight.pieces), peers)
     for name, weight in one_by_one(parameters, reader):
@@ -111,7 +110,7 @@ def load_shared(
 
 def load_streamed(
     reader: WeightReader,
-    config: TransformerConfig,
+    config: NetworkConfig,
     dtype: torch.dtype,
     device: torch.device,
     peers: list[int],
@@ -125,7 +124,7 @@ def load_streamed(
     Args:
         weights: format of the blocks' linear layers, which are quantised on `device`.
     """
-    model, share = meta_transformer(config, device), (peers.index(collectives.rank()), len(peers))
+    model, share = config.meta(device), (peers.index(collectives.rank()), len(peers))
     parameters = stored_weights_of(model, dtype, weights, len(peers))
     places, sizes = {}, Counter()
     for name, weight in parameters.items():

@@ -12,8 +12,8 @@ from torch import Tensor
 from wandistiller.engine.ds_json import DeepSpeedJson
 from wandistiller.engine.ds_schema import BLOCK
 from wandistiller.engine.engine_config import EngineConfig
+from wandistiller.network.names import is_in_block
 from wandistiller.utils.validation import write
-from wandistiller.wan.structure import is_in_block
 
 KEY = f"{BLOCK}.weights"
 Weights = Annotated[

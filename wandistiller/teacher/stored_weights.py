@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from wandistiller.network.names import parameter_dtype
+from wandistiller.network.weight_reader import WeightReader
 from wandistiller.teacher.quantized import Weights, is_quantized, made_of, on_meta, quantized, tensors_of
-from wandistiller.wan.transformer import parameter_dtype
-from wandistiller.wan.weight_reader import WeightReader
 
 LoadShare = tuple[int, int]
 """A rank's number among those that load one copy together, and how many they are."""
@@ -79,4 +79,4 @@ def stored_weights_of(
 
 def parameters_of(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     for name, p in list(model.named_parameters()):
-        yield name, p.to(parameter_dtype(name, dtype))
+        yield name, p.to(parameter_dtype(model, name, dtype))

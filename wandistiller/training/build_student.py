@@ -18,11 +18,12 @@ from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.tensor_cache import Measured, batches_digest
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
-from wandistiller.distributed.sequence_parallel import ALONE, Ranks
+from wandistiller.distributed.sequence_parallel import ALONE, Ranks, whole_sequences
 from wandistiller.engine.monitors import name_run
 from wandistiller.experts import Expert
 from wandistiller.flow import band_name
 from wandistiller.network.adapters import is_adapter
+from wandistiller.network.names import set_parameter
 from wandistiller.network.network import Network
 from wandistiller.student.calibration import (
     BANDS,
@@ -47,9 +48,6 @@ from wandistiller.training.networks import NetworkBuilder
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import digest, write_json
 from wandistiller.utils.logging import set_activity
-from wandistiller.wan import transformer
-from wandistiller.wan.context_parallel import whole_sequences
-from wandistiller.wan.transformer import count_parameters
 
 SHARE_AT_START, FEWEST_AT_START = 0.01, 4
 """Share of a run's samples on which the error before training is measured, and the fewest that are.
@@ -108,8 +106,8 @@ def _place(module: nn.Module, job: Job) -> None:
     """Move a network that does not learn to where this rank computes, in the precision of its engine."""
     for name, p in list(module.named_parameters()):
         if not job.networks.share_base or is_adapter(name):
-            dtype = transformer.parameter_dtype(name, job.student_engine.dtype)
-            transformer.set_parameter(module, name, p.detach().to(collectives.device(), dtype))
+            dtype = job.student_transformer.dtype_of(name, job.student_engine.dtype)
+            set_parameter(module, name, p.detach().to(collectives.device(), dtype))
     module.to(collectives.device()).eval().requires_grad_(False)
 
 
@@ -185,8 +183,8 @@ def measure_start(job: Job, data: CachedData, teacher: Teacher | None, student: 
     set_activity("measuring the student before training")
     numbers: dict[str, Any] = {
         "parameters": {
-            "teacher": sum(count_parameters(c) for c in job.folder.configs.values()),
-            "student": count_parameters(job.student_transformer) * len(job.networks.student),
+            "teacher": sum(c.numel for c in job.folder.configs.values()),
+            "student": job.student_transformer.numel * len(job.networks.student),
         },
     }
     if teacher:

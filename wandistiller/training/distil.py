@@ -28,9 +28,9 @@ from wandistiller.teacher.base import local_modules
 from wandistiller.training.build_student import initial_learners
 from wandistiller.training.prepare import guided_teacher, prepare, ranks_of
 from wandistiller.training.trainer import Trainer
+from wandistiller.utils.embedded import TINY
 from wandistiller.utils.files import link_or_copy, write_json
 from wandistiller.utils.logging import set_activity
-from wandistiller.wan.pipeline import TINY
 
 LORA = "lora.safetensors"
 """File of a finished run's adapters, for ComfyUI and diffusers; one for each of two experts."""

@@ -22,6 +22,8 @@ from wandistiller.experts import Expert
 from wandistiller.flow import FewSteps
 from wandistiller.monitoring.health_checks import SampleStats, sample_stats, write_stats
 from wandistiller.monitoring.metrics import SAMPLES
+from wandistiller.network.folder import Vae
+from wandistiller.network.sampling import denoise
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher
 from wandistiller.utils.files import digest
@@ -36,8 +38,6 @@ from wandistiller.utils.images import (
     to_bytes,
 )
 from wandistiller.utils.keyed_random import keyed_normal
-from wandistiller.wan.loaded_components import Vae
-from wandistiller.wan.sampling import denoise
 
 GIVEN = "given"
 """The row of what clips begin with."""
@@ -86,12 +86,12 @@ class PictureDrawer:
     def draw_teacher(self) -> None:
         """Draw the teacher's pictures, or decode cached ones, once for all of the student's."""
         if self._first is None:
-            self._first = self._first_row(Vae(self.job.folder, collectives.device()))
+            self._first = self._first_row(self.job.folder.load_vae(collectives.device()))
 
     def draw(self, done: int) -> tuple[Rows, Stats]:
         """Write the grid of the student after `done` steps; return its rows, and statistics of samples."""
         self.draw_teacher()
-        job, vae = self.job, Vae(self.job.folder, collectives.device())
+        job, vae = self.job, self.job.folder.load_vae(collectives.device())
         calls = len(few.sigmas) if (few := _sampler(job)) else job.run.sample_steps
         row, stats = self._row(self._students, vae, "pictures of the student", calls)
         rows, of_rows = self._first[0] | {"student": row}, self._first[1] | {"student": stats}

@@ -20,9 +20,10 @@ from wandistiller.data.media import RECORD, Size, record_media
 from wandistiller.data.media_cache import Sample
 from wandistiller.data.tensor_cache import Measured
 from wandistiller.distributed import collectives
-from wandistiller.distributed.sequence_parallel import ALONE, Ranks
+from wandistiller.distributed.sequence_parallel import ALONE, Ranks, whole_sequences
 from wandistiller.evaluation.velocity_error import SAMPLES, in_words, quantization_error
 from wandistiller.monitoring.memory_usage import within
+from wandistiller.network.sampling import denoise
 from wandistiller.teacher.base import Guidance, Teacher, local_modules
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.teacher_json import quantized_facts
@@ -30,10 +31,6 @@ from wandistiller.utils.errors import ConfigError, Problem
 from wandistiller.utils.files import digest, fingerprint, write_json
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.utils.logging import set_activity
-from wandistiller.wan.context_parallel import whole_sequences
-from wandistiller.wan.given_frames import encoder_folders
-from wandistiller.wan.loaded_components import load_vae
-from wandistiller.wan.sampling import denoise, pipeline_config
 
 Skipped = dict[str, str]
 """Entry of skipped.json: file, reason and prompt."""
@@ -71,7 +68,7 @@ def prepare(job: Job, ranks: Ranks = ALONE) -> tuple[CachedData, Conditions, Tea
     set_activity("checking the VAE")
     with collectives.raise_on_all_ranks():
         if collectives.rank() == 0:  # pictures need it after hours
-            load_vae(job.folder.path / "vae")
+            job.folder.load_vae(torch.device("cpu"))
     set_activity("reading the cache")
     device, files = collectives.device(), job.run.prepare_batch
     conditions = Conditions(job.cache, job.folder, device, job.reader, files)
@@ -278,9 +275,9 @@ def _teacher_fingerprint(job: Job, text_fingerprint: str) -> str:
     added = job.folder.added_identities  # nothing in caches of other teachers, as `quantized`
     guidance = (r.guidance_scale, r.guidance_scale_2, r.negative_prompt)
     quantized = quantized_facts(job.teacher).values()
-    images = [fingerprint(encoder_folders(job.folder))] if job.folder.config.takes_image else []
+    images = [fingerprint(job.folder.given_frames_parts)] if job.folder.config.takes_image else []
     # rollouts name their shift; a folder that is saved anew may have another version
-    sampler = job.folder.boundary, pipeline_config(job.folder, 1.0) | {"_diffusers_version": ""}
+    sampler = job.folder.boundary, job.folder.scheduler_config(1.0) | {"_diffusers_version": ""}
     parts = text_fingerprint, guidance, job.teacher.engine.precision, *quantized, *added, *images, sampler
     return digest(weights, *parts)
 

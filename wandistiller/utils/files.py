@@ -15,11 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from wandistiller.utils.errors import DEEP, ConfigError, impossible_values, readable
+from wandistiller.utils.errors import DEEP, ConfigError, impossible_values, problem, readable
 from wandistiller.utils.logging import log
 
 PARTIAL = (".part", ".crdownload", ".aria2", ".incomplete", ".partial", ".download", ".tmp")
 """Endings of files that are still being written."""
+FACTS = "wandistiller.json"
+"""File in an export with the facts of its run."""
 RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
@@ -325,3 +327,15 @@ def read_json(path: str | Path) -> dict[str, Any]:
     if problems := impossible_values(path, value):
         raise ConfigError(*problems)
     return at_home(value)
+
+
+REFUSED = {
+    "auto_map": "No code of a folder or hub id is ever run. Give an original pipeline, or delete this key.",
+    "quantization_config": "Give the weights without quantization.",
+}
+"""Keys of a config.json that ask for code of its folder, or for another library, and what to do."""
+
+
+def refused_keys(where: str | Path, config: dict[str, Any]) -> list[str]:
+    """List the keys that ask for code of the folder, or for another library."""
+    return [problem(where, key, config[key], why) for key, why in REFUSED.items() if config.get(key)]

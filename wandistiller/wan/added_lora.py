@@ -10,14 +10,15 @@ from pydantic import AllowInfNan
 from torch import Tensor, nn
 
 from wandistiller.experts import Expert
+from wandistiller.network.adapters import LowRank
+from wandistiller.network.weight_reader import WeightReader
 from wandistiller.utils.errors import ConfigError, Place, Problem, problem
 from wandistiller.utils.files import file_digest
 from wandistiller.utils.validation import Text, check, types_of
 from wandistiller.wan.lora_experts import BOTH, SIDES, files_of, sides_of, split_side
-from wandistiller.wan.lora_files import LowRank, read_lora, require_finite
+from wandistiller.wan.lora_files import read_lora, require_finite
 from wandistiller.wan.lora_keys import left_out_words
 from wandistiller.wan.transformer_config import TransformerConfig
-from wandistiller.wan.weight_reader import WeightReader
 
 NOT_FINITE = "LoRA files: with them `{}` holds numbers that are not finite. Fetch them again, or add less."
 

@@ -8,15 +8,14 @@ import torch
 from pydantic import Field
 from torch import nn
 
+from wandistiller.network.weight_reader import DIFFUSERS_STEM, WeightReader, cure, unfinished
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.utils.validation import of_type, value_problems, write
 from wandistiller.wan import components
 from wandistiller.wan.schedulers import flow_problem, own_settings, scheduler_class
-from wandistiller.wan.transformer import meta_transformer
 from wandistiller.wan.transformer_config import NEEDED, TransformerConfig
-from wandistiller.wan.weight_reader import DIFFUSERS_STEM, WeightReader, cure, unfinished
 
 TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "WanPipeline", "WanImageToVideoPipeline"
 """diffusers' classes of the pipelines that can be distilled."""
@@ -64,7 +63,7 @@ def _try(part: str, values: dict[str, Any]) -> None:
         rows = (2, config.pos_embed_seq_len // 2) if config.pos_embed_seq_len else (1, 1)
         image_BLD = torch.zeros(*rows, config.image_dim) if config.image_dim else None
         x_t_BCFHW = torch.zeros(1, config.in_channels, *config.patch_size)
-        meta_transformer(config)(x_t_BCFHW, torch.zeros(1), torch.zeros(1, 1, config.text_dim), image_BLD)
+        config.meta()(x_t_BCFHW, torch.zeros(1), torch.zeros(1, 1, config.text_dim), image_BLD)
     elif part == "vae":
         components.vae_of(values)
         torch.tensor([values["latents_mean"], values["latents_std"]]).view(2, values["z_dim"]).float()

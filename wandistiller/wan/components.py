@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from wandistiller.utils.errors import problem
-from wandistiller.utils.files import read_json
+from wandistiller.utils.files import REFUSED, read_json, refused_keys
 from wandistiller.wan.schedulers import scheduler_class
 from wandistiller.wan.text_padding import TEXT_TOKENS
 from wandistiller.wan.transformer_config import NEEDED
@@ -53,10 +53,6 @@ OPTIONAL = ("transformer_2", *IMAGE_PARTS)
 UNUSED = [None, None]
 """What model_index.json has for a component that the pipeline does without."""
 TEXT_CLASSES = ["UMT5EncoderModel", "UMT5Model", "UMT5ForConditionalGeneration"]
-REFUSED = {
-    "auto_map": "No code of a folder or hub id is ever run. Give an original pipeline, or delete this key.",
-    "quantization_config": "Give the weights without quantization.",
-}
 TOKENIZER_KEYS = """
     add_prefix_space added_tokens_decoder additional_special_tokens backend clean_up_tokenization_spaces
     extra_ids extra_special_tokens legacy model_max_length padding_side sp_model_kwargs
@@ -85,11 +81,6 @@ VIT_H = {
     "hidden_act": "gelu",
 }
 """Wan2.1's image encoder. Source: image_encoder/config.json of Wan-AI/Wan2.1-I2V-14B-480P-Diffusers."""
-
-
-def refused_keys(where: str | Path, config: dict[str, Any]) -> list[str]:
-    """List the keys that ask for code of the folder, or for another library."""
-    return [problem(where, key, config[key], why) for key, why in REFUSED.items() if config.get(key)]
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,6 @@ diffusers' own `enable_parallelism` (0.42.1) is for inference: its backward pass
 and the gradient of its gathered outputs lacks the factor that averaging over the ranks takes away.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,19 +12,10 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
 from torch import Tensor, nn
 
-from wandistiller.distributed.sequence_parallel import ALONE, Ranks
+from wandistiller.distributed.sequence_parallel import SHARED, Ranks, Sharing
 
 Rope = tuple[Tensor, Tensor]
 """cos_1S1D and sin_1S1D."""
-SHARED = "shared_sequences"
-"""Attribute of a transformer with its `Sharing`."""
-
-
-@dataclass(eq=False)
-class Sharing:
-    """The ranks that compute a network's sequences at present."""
-
-    ranks: Ranks
 
 
 def share_sequences(model: WanTransformer3DModel, ranks: Ranks) -> WanTransformer3DModel:
@@ -55,19 +43,6 @@ def share_sequences(model: WanTransformer3DModel, ranks: Ranks) -> WanTransforme
         block.attn1.set_processor(SharedAttention(now))
     setattr(model, SHARED, now)
     return model
-
-
-@contextmanager
-def whole_sequences(networks: Iterable[nn.Module]) -> Iterator[None]:
-    """Let this rank compute whole sequences with `networks` within."""
-    before = {now: now.ranks for network in networks if (now := getattr(network, SHARED, None))}
-    for now in before:
-        now.ranks = ALONE
-    try:
-        yield
-    finally:
-        for now, ranks in before.items():
-            now.ranks = ranks
 
 
 class SharedAttention(WanAttnProcessor):

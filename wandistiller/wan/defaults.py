@@ -1,6 +1,6 @@
 """Default sizes, guidance and negative prompt of the published Wans."""
 
-from dataclasses import dataclass
+from wandistiller.network.usual import Usual
 
 WAN_NEGATIVE_PROMPT = (
     "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，"
@@ -9,17 +9,7 @@ WAN_NEGATIVE_PROMPT = (
 )
 """Wan2.1's and Wan2.2's own. Source: wan/configs/shared_config.py, `sample_neg_prompt`."""
 
-
-@dataclass(frozen=True, slots=True)
-class Usual:
-    """A teacher's usual sampling settings, the defaults of a run."""
-
-    height: int
-    width: int
-    guidance: tuple[float, float]
-    """Scales of high-noise and low-noise expert. Source: Wan's wan/configs/*.py; ours for the embedded."""
-
-
+# guidance: Wan's wan/configs/*.py; ours for the embedded
 WAN21 = Usual(480, 832, (5.0, 5.0))  # one expert
 WAN22 = Usual(480, 832, (4.0, 3.0))
 WAN22_IMAGE = Usual(480, 832, (3.5, 3.5))

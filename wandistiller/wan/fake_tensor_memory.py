@@ -4,14 +4,15 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from wandistiller.network.activation_memory import Live
+from wandistiller.network.folder import Need
 from wandistiller.utils.memoize import once_for_each
-from wandistiller.wan.activation_memory import Live
 from wandistiller.wan.components import decoded, encoded, states, text_encoder_of, vae_of
 from wandistiller.wan.text_padding import TEXT_TOKENS
 
@@ -31,14 +32,6 @@ JOINED = 3
 Config = dict[str, Any]
 """The VAE's."""
 Shape = tuple[int, ...]
-
-
-class Need(NamedTuple):
-    """Bytes."""
-
-    weights: int
-    work: int
-    """Peak of all else, input and output included."""
 
 
 @once_for_each

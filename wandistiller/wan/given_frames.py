@@ -1,25 +1,11 @@
 """The frames of a clip that an image-to-video Wan is given: the first, of some Wans also the last."""
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
+from wandistiller.network.folder import Folder
 from wandistiller.utils.images import to_pil
-from wandistiller.wan.loaded_components import ImageEncoder, Vae
-from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.transformer_config import TransformerConfig
-
-
-def given_places(config: TransformerConfig) -> list[int]:
-    """Return the numbers of the given frames in a clip: the first, or the first and the last."""
-    return [0, -1] if config.pos_embed_seq_len else [0]
-
-
-def field_names(config: TransformerConfig) -> list[str]:
-    """Return the fields of `batch.Conditioning` that the given frames fill."""
-    names = ["first_BCFHW" if config.expands_time else "joined_BCFHW"]
-    return [*names, "image_BLD"] if config.image_dim else names
+from wandistiller.wan.loaded_components import ImageEncoder
 
 
 def mask_of(places: list[int], num_frames: int, temporal: int) -> Tensor:
@@ -36,9 +22,9 @@ def mask_of(places: list[int], num_frames: int, temporal: int) -> Tensor:
 class GivenFramesEncoder:
     """VAE, and image encoder if the transformer takes its states. Drop the object to free their memory."""
 
-    def __init__(self, folder: WanFolder, device: torch.device):
+    def __init__(self, folder: Folder, device: torch.device):
         self._config, self._temporal, self._device = folder.config, folder.temporal, device
-        self._vae = Vae(folder, device)
+        self._vae = folder.load_vae(device)
         self._images = ImageEncoder(folder.path, device) if folder.config.image_dim else None
 
     def encode(self, pixels_CTHW: Tensor, num_frames: int) -> dict[str, Tensor]:
@@ -51,11 +37,11 @@ class GivenFramesEncoder:
         tensors = [self._latents(pixels_CTHW) if expands else self._joined(pixels_CTHW, num_frames)]
         if self._images:
             tensors.append(self._images.encode([to_pil(p / 2 + 0.5) for p in pixels_CTHW.unbind(1)]))
-        return dict(zip(field_names(self._config), (t.float().cpu() for t in tensors), strict=True))
+        return dict(zip(self._config.given_fields, (t.float().cpu() for t in tensors), strict=True))
 
     def _joined(self, pixels_CTHW: Tensor, num_frames: int) -> Tensor:
         """Return the mask, and the latents of a clip that is zero, mid-grey, between the given frames."""
-        places, (channels, _, height, width) = given_places(self._config), pixels_CTHW.shape
+        places, (channels, _, height, width) = self._config.given_places, pixels_CTHW.shape
         clip_CFHW = pixels_CTHW.new_zeros(channels, num_frames, height, width)
         clip_CFHW[:, places] = pixels_CTHW
         latents_CFHW = self._latents(clip_CFHW)
@@ -65,9 +51,3 @@ class GivenFramesEncoder:
 
     def _latents(self, pixels_CFHW: Tensor) -> Tensor:
         return self._vae.encode(pixels_CFHW[None].to(self._device))[0]
-
-
-def encoder_folders(folder: WanFolder) -> list[Path]:
-    """Return the folders of all that the encoded frames depend on."""
-    parts = ("vae", "image_encoder", "image_processor")
-    return [folder.path / part for part in parts if (folder.path / part).is_dir()]

@@ -8,10 +8,10 @@ from typing import Any
 from huggingface_hub import constants, errors, snapshot_download
 from huggingface_hub.utils import tqdm
 
+from wandistiller.network.weight_reader import DIFFUSERS_STEM
 from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.files import FACTS
 from wandistiller.utils.logging import current, heartbeat, set_activity
-from wandistiller.wan.lora_experts import FACTS
-from wandistiller.wan.weight_reader import DIFFUSERS_STEM
 
 CONFIG_FILES = [
     *("model_index.json", "scheduler/scheduler_config.json", "vae/config.json", "text_encoder/config.json"),

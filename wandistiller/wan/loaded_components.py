@@ -12,16 +12,16 @@ from torch import Tensor
 from transformers import CLIPImageProcessor, CLIPVisionModel, UMT5EncoderModel
 
 from wandistiller.experts import Expert
+from wandistiller.network.folder import Folder
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import amount
 from wandistiller.wan import components
 from wandistiller.wan.added_lora import add_changes, added_changes
-from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.schedulers import scheduler_class
+from wandistiller.wan.sound_weights import require_sound
 from wandistiller.wan.text_padding import TEXT_TOKENS
 from wandistiller.wan.vae import FittingVae
-from wandistiller.wan.weight_reader import require_sound
 
 log = logging.getLogger("wandistiller")
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def load_image_encoder(folder: Path) -> CLIPVisionModel:
     return model
 
 
-def load_pipeline(wan: WanFolder, dtype: torch.dtype) -> Pipeline:
+def load_pipeline(wan: Folder, dtype: torch.dtype) -> Pipeline:
     """Load a pipeline part by part, each of its known class, the VAE in float32; add LoRA files to it.
 
     Not by its own from_pretrained, which takes a file such as vae/diffusers.py for the code of a component
@@ -195,11 +195,10 @@ def require_finite(outputs: Tensor, where: Path) -> None:
 class Vae:
     """AutoencoderKLWan with normalised latents, in float32 as in Wan. Drop the object to free its memory."""
 
-    def __init__(self, folder: WanFolder, device: torch.device):
-        self._where = folder.path / "vae"
-        self._vae = load_vae(self._where).to(device)
-        self._mean_C111 = torch.tensor(folder.vae["latents_mean"], device=device).view(-1, 1, 1, 1)
-        self._std_C111 = torch.tensor(folder.vae["latents_std"], device=device).view(-1, 1, 1, 1)
+    def __init__(self, folder: Path, config: dict[str, Any], device: torch.device):
+        self._where, self._vae = folder, load_vae(folder).to(device)
+        mean_and_std = (torch.tensor(config[f"latents_{key}"], device=device) for key in ("mean", "std"))
+        self._mean_C111, self._std_C111 = (t_C.view(-1, 1, 1, 1) for t_C in mean_and_std)
 
     @torch.no_grad()
     def encode(self, pixels_BCFHW: Tensor) -> Tensor:

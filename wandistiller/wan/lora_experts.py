@@ -11,10 +11,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from wandistiller.experts import Expert
+from wandistiller.network.weight_reader import DIFFUSERS_STEM, unfinished
 from wandistiller.utils.errors import ADDRESS, ConfigError, Place
-from wandistiller.utils.files import read_json
+from wandistiller.utils.files import FACTS, read_json
 from wandistiller.wan.lora_files import experts_in
-from wandistiller.wan.weight_reader import DIFFUSERS_STEM, unfinished
 
 FILES = {
     Expert.HIGH_NOISE: "pytorch_lora_weights.safetensors",
@@ -22,8 +22,6 @@ FILES = {
 }
 """File names in a folder for diffusers."""
 OF_PEFT = "adapter_model.safetensors"
-FACTS = "wandistiller.json"
-"""File in an export with the facts of its run."""
 BOTH = "both"
 SIDES = (*(expert.key for expert in Expert), BOTH)
 """What a user writes for the expert of a file: before it and a `=`, or as the key of an object."""

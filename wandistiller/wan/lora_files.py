@@ -12,13 +12,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from wandistiller.experts import Expert
+from wandistiller.network.adapters import LowRank
+from wandistiller.network.names import split_name
+from wandistiller.network.weight_reader import cure
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import file_fingerprint, read_json
 from wandistiller.wan.lora_keys import ALPHA, DIFFERENCE, KEY, A, B, is_of_low_noise, lora_key, other_method
-from wandistiller.wan.structure import split_name
-from wandistiller.wan.transformer import shapes
 from wandistiller.wan.transformer_config import TransformerConfig
-from wandistiller.wan.weight_reader import cure
 
 SETTINGS = "lora_adapter_metadata"
 """Where diffusers keeps peft's settings in a file's metadata."""
@@ -27,19 +27,6 @@ ALPHA_OF_PEFT, ALPHA_OF_KOHYA = "lora_alpha", "ss_network_alpha"
 converter to other names multiplies the weights by it, and keeps the metadata."""
 OF_PEFT, BESIDE = "base_model.model.", "adapter_config.json"
 """What peft's own keys begin with, and where it keeps the settings."""
-
-
-class LowRank(NamedTuple):
-    """A change of a linear layer's weight: B A."""
-
-    a: Tensor
-    """[rank, in]."""
-    b: Tensor
-    """[out, rank], with the factor of alpha and rank in it."""
-
-    @property
-    def rank(self) -> int:
-        return self.a.shape[0]
 
 
 class LoraFile(NamedTuple):
@@ -89,7 +76,7 @@ def read_lora(
     except (OSError, SafetensorError) as error:
         what = f"cannot be read as a .safetensors file: {error}. Give a LoRA file."
         raise ConfigError(f"{file}: {file.is_file() and cure(file) or what}") from None
-    here = shapes(config) if config else {}
+    here = config.shapes if config else {}
     for layer, (a, b) in layers.items():
         changed = [len(b), a.shape[1]]
         if (shape := here.get(f"{layer}.weight", changed)) != changed:
@@ -151,7 +138,7 @@ def _leave_out_foreign(
     Raises:
         ConfigError: it lacks all of them, or has fewer blocks.
     """
-    blocks, here = config.num_layers, shapes(config)
+    blocks, here = config.num_layers, config.shapes
     foreign = [layer for layer in keys_of if f"{layer}.weight" not in here]
     deeper = [layer for layer in foreign if (split_name(layer)[0] or 0) >= blocks]
     if deeper or len(foreign) == len(keys_of):

@@ -4,8 +4,9 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
+from wandistiller.network.names import in_block
 from wandistiller.wan.original_names import original_name
-from wandistiller.wan.structure import ATTENTIONS, IMAGE_MAPS, in_block
+from wandistiller.wan.structure import ATTENTIONS, IMAGE_MAPS
 
 PREFIX = re.compile(
     r"(?:base_model\.model\.)?"

@@ -1,14 +1,13 @@
 """Names in diffusers' WanTransformer3DModel: its blocks, their parts, and the axes of its linear maps."""
 
-BLOCKS = "blocks"
-"""The list of blocks; a block is named by its number in it, such as blocks.3."""
+from wandistiller.network.names import in_block, split_name
+
 BLOCK_CLASS = "WanTransformerBlock"
 PARTS = {"blocks": (), "attention": ("attn1", "attn2"), "feed_forward": ("ffn",)}
 """What a student recomputes, as in its JSON -> modules inside of a block; the block itself for none."""
 ATTENTIONS, (FEED_FORWARD,) = PARTS["attention"], PARTS["feed_forward"]
-ATTENTION_MAPS = ["to_q", "to_k", "to_v", "to_out"]
-IMAGE_MAPS = ["add_k_proj", "add_v_proj"]
-"""Those of cross-attention to states of given frames."""
+IMAGE_MAPS = ("add_k_proj", "add_v_proj")
+"""Linear maps of cross-attention to states of given frames."""
 VALUES = "to_v"
 NORMED = {"norm_q": "to_q", "norm_k": "to_k", "norm_added_k": "add_k_proj"}
 """Norms within an attention, and the maps whose outputs they take."""
@@ -52,32 +51,6 @@ AXES = {
     "proj_out": (None, "stream"),
 }
 """The axes that each linear map writes to and reads from; with a dot, one for each block."""
-
-
-def in_block(number: int, name: str = "") -> str:
-    """Return the whole name of a module or parameter of a block; of the block itself without `name`."""
-    return f"{BLOCKS}.{number}.{name}".rstrip(".")
-
-
-def split_name(name: str) -> tuple[int | None, str]:
-    """Return the number of the block that a module or parameter is in, and its name there; None outside."""
-    first, _, rest = name.partition(".")
-    number, _, inside = rest.partition(".")
-    return (int(number), inside) if first == BLOCKS and number else (None, name)
-
-
-def is_in_block(name: str) -> bool:
-    return split_name(name)[0] is not None
-
-
-def block_of(parameter: str) -> str:
-    """Return the block of a parameter, such as blocks.3; of others the first two parts of the name."""
-    return ".".join(parameter.split(".")[:2])
-
-
-def block_or_module(parameter: str) -> str:
-    """Return the block of a parameter; of others the module."""
-    return block_of(parameter) if is_in_block(parameter) else parameter.rpartition(".")[0]
 
 
 def axes_of(name: str) -> list[str | None]:

@@ -12,7 +12,8 @@ import torch
 from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from wandistiller.batch import padded
 
 TEXT_TOKENS = 512  # what WanPipeline.__call__ passes; encode_prompt's own default of 226 is not what Wan saw
 STAND_INS = 3
@@ -38,12 +39,6 @@ def network_text(model: nn.Module, text_BLD: Tensor) -> Tensor:
     """Return the text with as many zero rows as `model` needs: 512 in all, or those that stand for them."""
     rows = text_BLD.shape[1] + STAND_INS if getattr(model, MERGED, False) else TEXT_TOKENS
     return padded(text_BLD, min(rows, TEXT_TOKENS))
-
-
-def padded(text_BLD: Tensor, rows: int) -> Tensor:
-    """Return the text with zero rows up to `rows` in all; unchanged if it has as many."""
-    missing = rows - text_BLD.shape[1]
-    return F.pad(text_BLD, (0, 0, 0, missing)) if missing > 0 else text_BLD
 
 
 class MergedPaddingProcessor(WanAttnProcessor):

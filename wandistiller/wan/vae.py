@@ -10,8 +10,9 @@ from torch import Tensor
 
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import held_memory, memory_size
+from wandistiller.network.folder import Need
 from wandistiller.utils.system_memory import PIECES, amount, host_free, reserve, room_of_a_rank
-from wandistiller.wan.fake_tensor_memory import Need, coding, tile
+from wandistiller.wan.fake_tensor_memory import coding, tile
 
 log = logging.getLogger("wandistiller")
 

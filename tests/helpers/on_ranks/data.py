@@ -5,11 +5,12 @@ from typing import Any
 
 from torch import Tensor
 
+from wandistiller.batch import padded
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.distributed import collectives
 from wandistiller.training.prepare import prepare
-from wandistiller.wan.text_padding import TEXT_TOKENS, padded
+from wandistiller.wan.text_padding import TEXT_TOKENS
 
 
 def digest_of(x0_BCFHW: Tensor, text_BLD: Tensor) -> str:

@@ -7,7 +7,8 @@ from unittest.mock import patch
 
 from wandistiller.cli import train
 from wandistiller.distributed import collectives
-from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights
+from wandistiller.wan.folder import WanFolder
+from wandistiller.wan.pipeline import open_wan
 
 
 def looks(wan: Path) -> tuple[float, float]:
@@ -17,7 +18,7 @@ def looks(wan: Path) -> tuple[float, float]:
     def look(folder: WanFolder) -> None:
         seen.append(time.monotonic())
         time.sleep(0.5 * (collectives.rank() == 0))
-        require_weights(folder)
+        folder.require_weights()
         seen.append(time.monotonic())
 
     with patch.object(train, "require_weights", look):

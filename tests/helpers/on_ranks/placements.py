@@ -8,18 +8,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from diffusers import WanTransformer3DModel
+from networks import network_of
 from shipped import placement
 from states import state
 
 from wandistiller.batch import State
 from wandistiller.distributed import collectives
 from wandistiller.experts import Expert
-from wandistiller.network.network import Network
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, OwnerTeacher, without_guidance
 from wandistiller.teacher.build import build_teacher
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import pipeline
-from wandistiller.wan.transformer import blank_state
 from wandistiller.wan.transformer_config import TransformerConfig
 
 NULL_LD = keyed_normal((12, 32), "null")
@@ -33,7 +32,7 @@ def uneven_batch(config: TransformerConfig, expert: Expert, call: int, device: t
     x_t = keyed_normal((n, config.out_channels, frames, 4, 4), "x", rank, call).to(device)
     sigma, text = torch.tensor([0.95, 0.2])[:n], keyed_normal((n, rows, 32), "text", rank)
     found = state(x_t, sigma.to(device), text.to(device), expert)
-    given = blank_state(config, x_t.shape[1:], n, rows).conditioning
+    given = config.blank_state(x_t.shape[1:], n, rows).conditioning
     frames = [keyed_normal(t.shape, "given", rank, i) for i, t in enumerate(given.tensors()[1:])]
     return replace(found, conditioning=given.with_tensors([text, *frames]).map(lambda t: t.to(device)))
 
@@ -57,7 +56,7 @@ def by_diffusers(folder: Path, dtype: torch.dtype) -> dict[str, list[torch.Tenso
     models = {e: models.get(e, models[Expert.HIGH_NOISE]) for e in Expert}
     for p in (p for m in models.values() for p in m.parameters()):
         p.data = p.data.clone()
-    plain = LocalTeacher({e: Network(model) for e, model in models.items()})
+    plain = LocalTeacher({e: network_of(model) for e, model in models.items()})
     guidance = Guidance(NULL_LD, SCALES)
     cpu = torch.device("cpu")
     return {

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
+from networks import network_of
 from on_ranks.loading import bytes_read, shared_blocks
 from on_ranks.placements import NULL_LD, SCALES, difference, outputs
 from shipped import placement
@@ -15,7 +16,6 @@ from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, q
 
 from wandistiller.distributed import collectives
 from wandistiller.experts import Expert
-from wandistiller.network.network import Network
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
 from wandistiller.teacher.build import build_teacher
 from wandistiller.wan.pipeline import open_wan
@@ -54,7 +54,7 @@ def differences(folder: Path, tasks: list[str]) -> dict[str, Any]:
         name, weights, precision = task.split()
         experts = {e: by_torchao(folder / e.value, getattr(torch, precision), weights) for e in Expert}
         config = open_wan(str(folder)).config
-        local = LocalTeacher({e: Network(module) for e, module in experts.items()})
+        local = LocalTeacher({e: network_of(module) for e, module in experts.items()})
         expected = outputs(GuidedTeacher(local, guidance), config, torch.device("cpu"))
         before = bytes_read()
         placed = placement(name, precision, weights=weights)

@@ -13,7 +13,7 @@ from states import state
 from torch import Tensor, nn
 
 from wandistiller.distributed import collectives
-from wandistiller.teacher import block_source
+from wandistiller.network import block_source
 from wandistiller.teacher.base import Guidance
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.loading import Arena

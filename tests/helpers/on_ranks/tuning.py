@@ -7,6 +7,7 @@ import torch
 from checkpointed import save
 from deepspeed.utils import safe_get_full_fp32_param
 from engines import learner_of
+from networks import network_of
 from recipes import ADAM
 from small_wan import small_transformer
 from states import state
@@ -21,7 +22,7 @@ from wandistiller.engine.ds_config import load, student_engine
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.optimizer_state import WEIGHTS
 from wandistiller.experts import Expert
-from wandistiller.network.network import Network, Trained
+from wandistiller.network.network import Trained
 from wandistiller.student.learner import Learner
 from wandistiller.utils.keyed_random import keyed_normal
 
@@ -49,7 +50,7 @@ def engine(stage: int, dtype: str = "float32", **more: Any) -> EngineConfig:
 
 def build(run: RunConfig, config: EngineConfig, seed: int = 1, **more: Any) -> Learner:
     model = small_transformer(seed, layers=3)
-    Network(model).prepare(Trained(lora=run.lora, frozen=run.frozen or (), seed=run.seed))
+    network_of(model).prepare(Trained(lora=run.lora, frozen=run.frozen or (), seed=run.seed))
     return learner_of(model, config, learning_rates=run.learning_rates, **more)
 
 
@@ -95,7 +96,7 @@ def difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 def steps_and_checkpoint(stage: int, dtype: str, work: Path) -> dict[str, float]:
     """Differences of a checkpoint's weights from plain PyTorch's for the same run."""
     at_start = dict(small_transformer(1, layers=3).named_parameters())
-    model = Network(small_transformer(1, layers=3)).prepare(Trained(frozen=PARTLY.frozen)).module
+    model = network_of(small_transformer(1, layers=3)).prepare(Trained(frozen=PARTLY.frozen)).module
     frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
     checkpointer.keep_frozen({Expert.HIGH_NOISE: model}, work, None)
     rates = PARTLY.learning_rates

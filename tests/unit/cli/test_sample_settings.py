@@ -8,7 +8,6 @@ from ranks import write_json
 
 from wandistiller.cli.parser import read
 from wandistiller.cli.sample import read_sampling
-from wandistiller.wan.pipeline import usual_for
 
 MADE_FOR = {"height": 32, "width": 64, "num_frames": 5}
 
@@ -33,7 +32,7 @@ def test_a_student_is_drawn_in_the_size_of_its_training_and_another_pipeline_in_
     write_json(student / "wandistiller.json", facts)
     given = ["sample", "--model", str(student), "--prompts", "a", "--output", str(tmp_path / "out")]
     model, _, settings = read_sampling(read([*given, *words.split()])[1])
-    usual = usual_for(model.folder)
+    usual = model.folder.usual
     found = settings.height, settings.width, settings.num_frames
     assert found == (size or (usual.height, usual.width, 1))
 

@@ -14,8 +14,8 @@ from wandistiller.data.dataset import PromptItem
 from wandistiller.data.latent_cache import LatentCache, Rollouts
 from wandistiller.data.media import MediaError, MediaReader, Size
 from wandistiller.data.media_cache import Sample
-from wandistiller.wan.loaded_components import load_pipeline
-from wandistiller.wan.pipeline import WanFolder, open_wan
+from wandistiller.wan.folder import WanFolder
+from wandistiller.wan.pipeline import open_wan
 
 CPU, READER = torch.device("cpu"), MediaReader(16.0)
 SIDE, FRAMES, NAMES = 64, 5, ("0.png", "1.png")
@@ -57,7 +57,7 @@ def test_a_row_of_two_images_gives_what_diffusers_prepares_of_them(
     assert made.fill_frames([sample]) == {}
     made.text.fill([sample.item.prompt])
     given = made.of([sample])
-    pipe, (first, last) = load_pipeline(both_ends, torch.float32), map(Image.open, sample.item.images)
+    pipe, (first, last) = both_ends.load_pipeline(torch.float32), map(Image.open, sample.item.images)
     last = last.crop((SIDE // 2, 0, SIDE // 2 + SIDE, SIDE))  # scaled to cover the size: the middle
     pixels = [pipe.video_processor.preprocess(image, SIDE, SIDE) for image in (first, last)]
     how = {"height": SIDE, "width": SIDE, "num_frames": FRAMES, "dtype": torch.float32}

@@ -10,11 +10,13 @@ import torch
 from diffusers import WanPipeline
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
+from wandistiller.batch import padded
 from wandistiller.data import conditions
 from wandistiller.data.conditions import TextCache, text_fingerprint
 from wandistiller.data.lines import clean
 from wandistiller.wan.loaded_components import Encoder, offload_kwargs
-from wandistiller.wan.text_padding import TEXT_TOKENS, padded
+from wandistiller.wan.pipeline import open_wan
+from wandistiller.wan.text_padding import TEXT_TOKENS
 
 NASTY = (
     "  two  spaces\tand\na line ",
@@ -103,7 +105,7 @@ def test_prompts_that_are_cut_are_counted_once(
 
 
 def filled(folder: Path, wan: Path, prompts: list[str]) -> TextCache:
-    text = TextCache(folder, wan, torch.device("cpu"))
+    text = TextCache(folder, open_wan(str(wan)), torch.device("cpu"))
     text.fill(prompts)
     return text
 
@@ -129,7 +131,7 @@ def test_cached_text_is_what_the_pipeline_encodes_with_zeroed_padding(tmp_path: 
 @pytest.mark.usefixtures("one_rank", "two_a_shard")
 def test_only_a_missing_shard_is_written_again(tmp_path: Path, wan2: Path) -> None:
     prompts = ["a", "red", "blue", "left", "right"]
-    TextCache(tmp_path, wan2, torch.device("cpu"))
+    TextCache(tmp_path, open_wan(str(wan2)), torch.device("cpu"))
     assert list(tmp_path.iterdir()) == []  # to lay out a cache writes nothing
     filled(tmp_path, wan2, prompts)
     before = shards(tmp_path)
@@ -148,7 +150,7 @@ def test_a_cache_that_has_all_prompts_in_whatever_order_loads_no_encoder(
 ) -> None:
     filled(tmp_path, wan2, ["a", "red", "blue", "left"])
     before = shards(tmp_path)
-    monkeypatch.setattr(conditions, "Encoder", None)  # to load one would raise
+    monkeypatch.setattr("wandistiller.wan.folder.Encoder", None)  # to load one would raise
     text = filled(tmp_path, wan2, ["left", "red", "a"])
     assert shards(tmp_path) == before
     assert near(
@@ -160,10 +162,10 @@ def test_another_encoder_or_precision_has_another_fingerprint(
     wan2: Path, copy_of: Callable[..., Path]
 ) -> None:
     other = copy_of(wan2, weights=True)
-    same = text_fingerprint(other, torch.float32)
+    same = text_fingerprint(open_wan(str(other)), torch.float32)
     weights = other / "text_encoder" / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    prints = [text_fingerprint(wan2, d) for d in (torch.float32, torch.bfloat16)]
-    assert same == prints[0] and len({*prints, text_fingerprint(other, torch.float32)}) == 3
+    prints = [text_fingerprint(open_wan(str(wan2)), d) for d in (torch.float32, torch.bfloat16)]
+    assert same == prints[0] and len({*prints, text_fingerprint(open_wan(str(other)), torch.float32)}) == 3

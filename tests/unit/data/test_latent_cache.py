@@ -10,24 +10,22 @@ import numpy as np
 import pytest
 import torch
 from diffusers import WanPipeline
+from networks import network_of
 from PIL import Image
 from ranks import edit_json
 from torch import Tensor
 
 from wandistiller.batch import Batch, Conditioning
-from wandistiller.data import latent_cache
 from wandistiller.data.dataset import PromptItem
 from wandistiller.data.latent_cache import LatentCache, Rollouts
 from wandistiller.data.media import MediaReader, Size
 from wandistiller.data.media_cache import Sample
 from wandistiller.experts import Expert
-from wandistiller.network.network import Network
+from wandistiller.network.sampling import denoise
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.utils.logging import current
-from wandistiller.wan.loaded_components import Vae
 from wandistiller.wan.pipeline import open_wan
-from wandistiller.wan.sampling import denoise
 
 CPU = torch.device("cpu")
 PROMPTS = ["a red circle", "a blue square"]
@@ -50,7 +48,7 @@ def embeds(folder: Path) -> tuple[Tensor, Tensor]:
 def guided(folder: Path, high: float, low: float) -> GuidedTeacher:
     pipe = pipeline(folder)
     modules = {Expert.HIGH_NOISE: pipe.transformer, Expert.LOW_NOISE: pipe.transformer_2 or pipe.transformer}
-    experts = {expert: Network(module) for expert, module in modules.items()}
+    experts = {expert: network_of(module) for expert, module in modules.items()}
     scales = {Expert.HIGH_NOISE: high, Expert.LOW_NOISE: low}
     return GuidedTeacher(LocalTeacher(experts), Guidance(embeds(folder)[1][0], scales))
 
@@ -188,7 +186,7 @@ def test_cached_media_and_rollouts_are_found_by_their_sample(tmp_path: Path, wan
     cached, wan = cache_in(tmp_path, wan1), open_wan(str(wan1))
     fill(cached, wan1, samples)
     pixels_CFHW = MediaReader(16.0).read(image.item.media, SIZE)
-    assert torch.equal(cached[cached.key(image)], Vae(wan, CPU).encode(pixels_CFHW[None])[0])
+    assert torch.equal(cached[cached.key(image)], wan.load_vae(CPU).encode(pixels_CFHW[None])[0])
     for rollout, sample in enumerate(samples[1:]):
         noise = keyed_normal((16, 1, 4, 4), 0, "rollout", "made", rollout)
         velocity = guided(wan1, 1.0, 1.0).velocity
@@ -236,7 +234,7 @@ def test_a_complete_cache_needs_neither_vae_nor_teacher_and_one_of_another_shift
     image = Sample(PromptItem("b", picture(tmp_path / "a.png")), SIZE)
     fill(cache_in(tmp_path, wan1), wan1, [*made("a"), image])
     with monkeypatch.context() as without:
-        without.setattr(latent_cache, "Vae", None)
+        without.setattr("wandistiller.wan.folder.Vae", None)
         assert fill(cache_in(tmp_path, wan1), wan1, [*made("a"), image]) == []
     for other in (Rollouts(2, 2, True, 0, 5.0), Rollouts(2, 2, True, 1, 3.0), Rollouts(3, 2, True, 0, 3.0)):
         changed = cache_in(tmp_path, wan1, other)

@@ -13,8 +13,7 @@ from wandistiller.checkpoint.facts import Facts
 from wandistiller.evaluation.candidates import Candidate, read_candidate
 from wandistiller.evaluation.draw_samples import set_steps
 from wandistiller.export.model_card import few_steps_sentence
-from wandistiller.wan.loaded_components import load_pipeline
-from wandistiller.wan.sampling import few_steps
+from wandistiller.network.sampling import few_steps
 
 OWN = few_steps(3.0, 4, 0.875)
 FACTS: dict[str, Any] = {
@@ -47,7 +46,7 @@ def student(
 def test_the_experts_change_between_the_same_levels_in_any_number_of_steps_as_the_card_says(
     student: Candidate,
 ) -> None:
-    pipe = load_pipeline(student.folder, torch.float32)
+    pipe = student.folder.load_pipeline(torch.float32)
     assert OWN.boundary == pytest.approx((0.9 + 0.75) / 2, abs=0.002)  # the teacher's 0.875 lies there too
     found = {}
     for steps in (1, 2, 3):

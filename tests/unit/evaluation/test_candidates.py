@@ -16,10 +16,9 @@ from wandistiller.evaluation.candidates import read_candidate
 from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError
 from wandistiller.wan.added_lora import added_changes
+from wandistiller.wan.folder import WanFolder
 from wandistiller.wan.hub import CONFIG_FILES
-from wandistiller.wan.loaded_components import load_pipeline
 from wandistiller.wan.lora_experts import adapters_of
-from wandistiller.wan.pipeline import WanFolder
 
 LAYER = "blocks.0.attn1.to_q"
 FEW = {"shift": 5.0, "steps": 2, "few_steps": [1.0, 0.5], "sampler": "euler"}
@@ -74,7 +73,7 @@ def test_the_file_of_a_run_of_one_network_is_drawn_as_that_network_alone(
     facts = {"bases": [base], "teacher_path": "elsewhere" if strange else str(wan2)}
     file = style(wan2, tmp_path / "lora.safetensors", "to_q", metadata={"wandistiller": json.dumps(facts)})
     candidate = read_candidate(str(wan2), [str(file)])
-    pipe = load_pipeline(candidate.folder, torch.float32)
+    pipe = candidate.folder.load_pipeline(torch.float32)
     merged = with_style(wan2, tmp_path / "merged", (file, 1.0), experts=(base,))
     wanted = load_file(merged / base / WEIGHTS)[f"{LAYER}.weight"]
     assert pipe.transformer_2 is None and pipe.config.boundary_ratio is None

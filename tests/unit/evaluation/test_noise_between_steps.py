@@ -11,17 +11,17 @@ from wandistiller.data.dataset import PromptItem
 from wandistiller.data.media import Size
 from wandistiller.data.media_cache import Sample
 from wandistiller.evaluation.draw_samples import Sampling, draw
+from wandistiller.network.sampling import few_step_scheduler
 from wandistiller.utils.keyed_random import keyed_normal
-from wandistiller.wan.loaded_components import Pipeline, load_pipeline
+from wandistiller.wan.loaded_components import Pipeline
 from wandistiller.wan.pipeline import open_wan
-from wandistiller.wan.sampling import few_step_scheduler
 
 ONE = Sample(PromptItem("a red circle"), Size(32, 32, 1))
 
 
 @pytest.fixture(scope="module")
 def pipe(wan1: Path) -> Pipeline:
-    loaded = load_pipeline(open_wan(str(wan1)), torch.float32)
+    loaded = open_wan(str(wan1)).load_pipeline(torch.float32)
     loaded.scheduler = few_step_scheduler(3.0, 2, "renoise")
     loaded.set_progress_bar_config(disable=True)
     return loaded

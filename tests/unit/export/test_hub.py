@@ -15,7 +15,8 @@ from small_wan import FORMS, make_wan
 
 from wandistiller.cli.main import main
 from wandistiller.utils.errors import ConfigError
-from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights
+from wandistiller.wan.folder import WanFolder
+from wandistiller.wan.pipeline import open_wan
 
 ID = "org/wan"
 NEEDED_FIRST = {
@@ -169,7 +170,7 @@ def snapshot(cached: Path) -> Path:
 @pytest.mark.parametrize("revision", [None, "main", "v1", COMMIT])
 def test_an_offline_cache_serves_branch_tag_and_commit(cached: Path, revision: str | None) -> None:
     folder = open_wan(ID, weights=True, revision=revision)
-    require_weights(folder)
+    folder.require_weights()
     assert (folder.path, folder.name, folder.revision) == (snapshot(cached), ID, COMMIT)
 
 
@@ -181,7 +182,7 @@ def test_a_hub_id_without_a_card_opens(cached: Path) -> None:
 def test_a_branch_that_moves_on_changes_nothing_for_what_was_opened(cached: Path) -> None:
     folder: WanFolder = open_wan(ID)
     (cached / "models--org--wan" / "refs" / "main").write_text("f" * 40)  # a commit that is not here
-    require_weights(folder)  # an unpinned branch would need the commit that is not here
+    folder.require_weights()  # an unpinned branch would need the commit that is not here
     assert (folder.path, folder.revision) == (snapshot(cached), COMMIT)
 
 
@@ -205,7 +206,7 @@ def test_what_an_offline_cache_lacks_is_named(cached: Path, name: str, revision:
 def test_weights_that_an_offline_cache_lacks_are_named_by_their_part(cached: Path) -> None:
     for file in (snapshot(cached) / "vae").glob("*.safetensors"):
         file.unlink()
-    assert problems_of(lambda: require_weights(open_wan(ID))) == [
+    assert problems_of(lambda: open_wan(ID).require_weights()) == [
         f"{ID}: no .safetensors file in vae/. It is not in {cached}, and this machine is offline "
         f"(HF_HUB_OFFLINE). Where there is a network, run: hf download {ID} --revision {COMMIT} "
         "--include '*.json' --include '*.safetensors' --include '*spiece.model' --include README.md "

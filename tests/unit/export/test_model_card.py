@@ -26,8 +26,9 @@ from wandistiller.export.model_card import split_step
 from wandistiller.export.output import write_file
 from wandistiller.export.source import Source, without_places
 from wandistiller.flow import RENOISE
-from wandistiller.wan.pipeline import WanFolder, open_wan
-from wandistiller.wan.sampling import few_step_scheduler, few_steps
+from wandistiller.network.sampling import few_step_scheduler, few_steps
+from wandistiller.wan.folder import WanFolder
+from wandistiller.wan.pipeline import open_wan
 
 ID = "org/wan-finetuned"
 

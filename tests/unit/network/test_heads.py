@@ -3,6 +3,7 @@
 import pytest
 import torch
 from engines import engine
+from networks import network_of
 from on_ranks.heads import shared_mean
 from ranks import call
 from small_wan import small_transformer
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from wandistiller.batch import Conditioning, State
 from wandistiller.experts import Expert
 from wandistiller.network.heads import PROJECTIONS
-from wandistiller.network.network import Computing, Network, Trained
+from wandistiller.network.network import Computing, Trained
 from wandistiller.student.learner import Learner
 from wandistiller.utils.keyed_random import keyed_normal
 
@@ -38,7 +39,7 @@ def outputs(batch: State, added_to_first: float) -> tuple[Tensor, Tensor]:
         added_to_first: to the hidden states of the first frame that this head is given.
     """
     model, made = small_transformer(0, 2, in_channels=48, out_channels=48), {}
-    network = Network(model).prepare(Trained(has_heads=True), computing=Computing.of(engine()))
+    network = network_of(model).prepare(Trained(has_heads=True), computing=Computing.of(engine()))
     head: nn.Module = getattr(model, PROJECTIONS)["1"]
     nn.init.normal_(head[1].weight, generator=torch.Generator().manual_seed(0))
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from networks import network_of
 from shipped import placement
 from small_wan import small_transformer
 from states import state
@@ -37,7 +38,7 @@ MIXED = batches(HIGH, LOW, HIGH)
 
 
 def networks() -> dict[Expert, Network]:
-    return {e: Network(small_transformer(seed, 4).eval()) for seed, e in enumerate(Expert)}
+    return {e: network_of(small_transformer(seed, 4).eval()) for seed, e in enumerate(Expert)}
 
 
 def guided(inner: Teacher, passes: int) -> GuidedTeacher:
@@ -64,7 +65,7 @@ def test_no_batch_enters_a_block_before_all_have_finished_the_one_before() -> No
     model, order = small_transformer(0, 4).eval(), []
     for number, block in enumerate(model.blocks):
         block.register_forward_hook(lambda *_, number=number: order.append(number))
-    teacher = LocalTeacher(dict.fromkeys(Expert, Network(model)), sweeps=True)
+    teacher = LocalTeacher(dict.fromkeys(Expert, network_of(model)), sweeps=True)
     teacher.predict_all(batches(HIGH, HIGH, HIGH), ())
     assert order == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
 
@@ -97,7 +98,7 @@ def test_an_error_in_one_call_is_raised_and_no_hook_stays() -> None:
         raise MemoryError("of the second block")
 
     failing = model.blocks[1].register_forward_hook(fail)
-    teacher = LocalTeacher(dict.fromkeys(Expert, Network(model)), sweeps=True)
+    teacher = LocalTeacher(dict.fromkeys(Expert, network_of(model)), sweeps=True)
     with pytest.raises(MemoryError, match="of the second block"):
         teacher.predict_all(batches(HIGH, HIGH, HIGH), (0,))
     failing.remove()
@@ -166,7 +167,7 @@ def test_a_sweep_copies_each_block_once(streamed: LocalTeacher, monkeypatch: pyt
 
 def test_weights_do_not_change_under_a_call_for_another_expert(streamed: LocalTeacher, wan2: Path) -> None:
     whole = {
-        e: Network(type(network.module).from_pretrained(wan2 / e.value))
+        e: network_of(type(network.module).from_pretrained(wan2 / e.value))
         for e, network in streamed.experts.items()
     }
     for batch in MIXED * 2:

@@ -22,6 +22,7 @@ from wandistiller.engine.batch_size import BatchSize
 from wandistiller.experts import Expert
 from wandistiller.flow import FewSteps, FlowSchedule, clean
 from wandistiller.network.blocks import Blocks
+from wandistiller.network.sampling import denoise, few_steps
 from wandistiller.objectives.dmd2 import (
     CRITIC,
     RENOISED,
@@ -39,7 +40,7 @@ from wandistiller.planner.passes import passes_of
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import transformer
 from wandistiller.wan.pipeline import open_wan
-from wandistiller.wan.sampling import denoise, few_steps
+from wandistiller.wan.structure import PARTS
 
 SHAPE = (2, 1, 4, 4)
 SCHEDULE = FlowSchedule(3.0, None, seed=0, few=FewSteps((1.0, 0.75)))
@@ -354,5 +355,5 @@ def test_the_gradient_of_a_network_s_input_does_not_depend_on_what_is_checkpoint
         return torch.autograd.grad(v_BCFHW.square().sum(), x_BCFHW)[0]
 
     plain, model = small_transformer(0), small_transformer(0)
-    with Blocks(model, CheckpointPolicy(checkpoint=checkpoint)).stored():
+    with Blocks(model, PARTS, CheckpointPolicy(checkpoint=checkpoint)).stored():
         assert torch.equal(gradient(model), gradient(plain))

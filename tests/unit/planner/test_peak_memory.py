@@ -20,7 +20,6 @@ from wandistiller.planner.phase_peak import PhasePeak, moments, most
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB, room_of_a_rank
 from wandistiller.wan.components import UMT5_XXL
-from wandistiller.wan.transformer import numels
 
 
 def test_a_phase_takes_what_it_keeps_and_the_largest_turn() -> None:
@@ -66,12 +65,12 @@ def test_a_rank_starts_from_all_weights_of_both_networks_in_float32(published: P
     two = "ds_configs/students/half_two_experts.json"
     run = job(published, ONE_24, "Wan2.2-T2V-A14B", student_config=two)
     start = plan(run, ONE_24)["load"].alternatives["start"]["student's weights in float32"]
-    assert start == Bytes(host=2 * 4 * sum(numels(run.student_transformer).values()))
+    assert start == Bytes(host=2 * 4 * sum(run.student_transformer.numels.values()))
 
 
 def test_a_14b_on_cpu_memory_leaves_a_gpu_its_small_parameters_and_the_student(published: Path) -> None:
     parts = plan(job(published, ONE_24), ONE_24)["train"].kept
-    student = 2 * sum(numels(job(published, ONE_24).student_transformer).values())
+    student = 2 * sum(job(published, ONE_24).student_transformer.numels.values())
     assert parts["student's weights"].device == pytest.approx(student, rel=1e-6)
     assert parts["teacher's weights"].host == pytest.approx(26.67 * GIB, rel=3e-3)  # and its engine
     assert parts["libraries"].device == CONTEXT + CUBLAS
@@ -152,7 +151,7 @@ def test_a_clip_that_does_not_fit_beside_the_others_is_decoded_in_tiles(publishe
 
 def test_at_stage_0_gradients_are_there_three_times_in_a_step_and_once_at_its_start(published: Path) -> None:
     run = job(published, EIGHT_80, deepspeed_config="ds_configs/student/zero0.json")
-    phases, numel = plan(run, EIGHT_80), sum(numels(run.student_transformer).values())
+    phases, numel = plan(run, EIGHT_80), sum(run.student_transformer.numels.values())
     assert phases["train"].at("optimizer").transient == (2 + 4 + 4) * numel
     assert phases["load"].at("optimizer's start").transient == 4 * numel
 
@@ -165,7 +164,7 @@ def test_an_owner_s_teacher_takes_cpu_memory_once_a_node(published: Path) -> Non
         takes[name] = plan(run, ON_CPU)["train"]
     need = {name: demands(moments({"train": phase}), ON_CPU)[0].need for name, phase in takes.items()}
     assert need["owner"] == need["host_cpu"] == 2 * takes["owner"].peak().host + takes["owner"].peak().node
-    assert takes["owner"].peak().node > 2 * sum(numels(run.folder.config).values())
+    assert takes["owner"].peak().node > 2 * sum(run.folder.config.numels.values())
 
 
 def test_projections_of_all_blocks_are_trained_where_the_objective_names_none(published: Path) -> None:
@@ -215,7 +214,7 @@ def test_adapters_of_a_7b_take_little_beside_its_weights(published: Path) -> Non
 def test_a_moving_average_lies_where_the_optimizer_does(published: Path) -> None:
     run = job(published, ONE_24, ema=0.999)
     kept = plan(run, ONE_24)["train"].kept["student's moving average"]
-    assert kept == Bytes(host=4 * sum(numels(run.student_transformer).values()))
+    assert kept == Bytes(host=4 * sum(run.student_transformer.numels.values()))
 
 
 @pytest.mark.slow

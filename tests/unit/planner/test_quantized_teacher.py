@@ -17,7 +17,7 @@ from wandistiller.planner.resolve_auto import choices, chosen, formats, pairs
 from wandistiller.planner.teacher_memory import teacher_bytes, teacher_parts
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB
-from wandistiller.wan.pipeline import WanFolder
+from wandistiller.wan.folder import WanFolder
 
 LINEAR = 40 * (8 * WIDTH**2 + 2 * WIDTH * 13824)
 """Weights of a 14B's linear layers in blocks: 0.98 of all."""

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from engines import learner_of
+from networks import network_of
 from recipes import ADAM
 from slow_cases import slow_but
 from small_wan import small_transformer
@@ -16,12 +17,12 @@ from wandistiller.engine.ds_config import load, student_engine
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.experts import Expert
-from wandistiller.network.network import Network, Trained
+from wandistiller.network.network import Trained
 from wandistiller.network.parameters import Parameters, parameters_of
 from wandistiller.planner.student_memory import AVERAGE, cast_bytes, student_parts
 from wandistiller.student.learner import Learner
-from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.transformer import numels, velocity
+from wandistiller.wan.folder import WanFolder
+from wandistiller.wan.transformer import velocity
 from wandistiller.wan.transformer_config import TransformerConfig
 
 BF16 = {"bf16": {"enabled": True}}
@@ -48,7 +49,7 @@ def engine_of(
 def student(
     folder: WanFolder, engine: EngineConfig, ranks: int = 1, experts: int = 1, accelerator: bool = False
 ) -> Bytes:
-    network = Parameters(numels(folder.config))
+    network = Parameters(folder.config.numels)
     parts = student_parts(network, experts, engine, ranks, accelerator=accelerator)
     return sum(parts.values(), Bytes())
 
@@ -76,7 +77,7 @@ def test_a_student_s_engine_keeps_the_planned_bytes(
 ) -> None:
     engine = engine_of(stage, offload=offload, bf16=bf16)
     before, model = tensor_bytes(), small_transformer(0, 2, **SIZES)
-    network = Parameters(numels(TransformerConfig.of(model.config)))
+    network = Parameters(TransformerConfig.of(model.config).numels)
     made = learner_of(model, engine)
     train_a_step(made, one_rank)
     planned = sum(student_parts(network, 1, engine, 1, accelerator=False).values(), Bytes())
@@ -97,7 +98,7 @@ def test_frozen_weights_have_no_optimizer_and_an_average_takes_4_bytes(
     config, before = TransformerConfig.of(model.config), tensor_bytes()
     model = model.requires_grad_(True)
     trained = Trained(lora=lora, frozen=frozen or ())
-    Network(model).prepare(trained)
+    network_of(model).prepare(trained)
     sizes = [
         {n: p.numel() for n, p in model.named_parameters() if p.requires_grad is learns}
         for learns in (True, False)
@@ -126,7 +127,7 @@ def test_without_offloading_a_student_on_two_ranks_keeps(
 def test_only_below_float32_stage_0_copies_its_gradients(
     wans: dict[str, WanFolder], *, bf16: bool, each: int
 ) -> None:
-    assert cast_bytes(Parameters(numels(wans[LARGE].config)), engine_of(0, bf16=bf16)) == each * P
+    assert cast_bytes(Parameters(wans[LARGE].config.numels), engine_of(0, bf16=bf16)) == each * P
 
 
 def test_zero_2_s_own_gradients_are_there_three_times_in_a_step(wans: dict[str, WanFolder]) -> None:
@@ -171,7 +172,7 @@ def test_large_page_locked_memory_takes_what_it_needs(wans: dict[str, WanFolder]
 
 def test_small_page_locked_memory_comes_in_powers_of_two() -> None:
     config = TransformerConfig.of(small_transformer(0, 1).config)
-    sizes = numels(config).values()
+    sizes = config.numels.values()
     part = -(-sum(sizes) // 2) * 2
     pieces = (
         2 * part,
@@ -181,7 +182,7 @@ def test_small_page_locked_memory_comes_in_powers_of_two() -> None:
     )  # weights, masters, gradients, a tensor on its way
     assert max(pieces) < 2**20
     engine = engine_of(2, offload="cpu")
-    parts = student_parts(Parameters(numels(config)), 1, engine, 1, accelerator=True)
+    parts = student_parts(Parameters(config.numels), 1, engine, 1, accelerator=True)
     assert sum(part.pinned for part in parts.values()) == sum(2 ** ceil(log2(n)) for n in pieces)
 
 

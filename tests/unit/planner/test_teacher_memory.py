@@ -18,17 +18,19 @@ from trainers import job_of
 from wandistiller.distributed import collectives
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.experts import Expert
+from wandistiller.network import activation_memory
+from wandistiller.network.activation_memory import Live
+from wandistiller.network.weight_reader import WeightReader
 from wandistiller.planner.teacher_memory import added_parts, teacher_bytes
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.loading import load_sharded, load_shared, load_whole
 from wandistiller.teacher.strategies import teacher_jsons
+from wandistiller.utils.embedded import TINY
 from wandistiller.utils.system_memory import GIB
-from wandistiller.wan import activation_memory
-from wandistiller.wan.activation_memory import Live
 from wandistiller.wan.added_lora import read_added
-from wandistiller.wan.pipeline import TINY, WanFolder, open_wan, with_loras
-from wandistiller.wan.transformer import numels, velocity
-from wandistiller.wan.weight_reader import WeightReader
+from wandistiller.wan.folder import WanFolder
+from wandistiller.wan.pipeline import open_wan
+from wandistiller.wan.transformer import velocity
 
 CPU = torch.device("cpu")
 SMALL, LARGE, TWO = "1.3B", "14B", "A14B"
@@ -67,7 +69,7 @@ def test_sharded_on_two_ranks_each_keeps_half_and_the_small_parameters(wans: dic
 
 def test_on_three_ranks_padding_is_under_three_elements_a_parameter(wans: dict[str, WanFolder]) -> None:
     padding = 3 * (teacher(wans[LARGE], "sharded", 3).device - UP_TO_10000) - WHOLE
-    assert 0 < padding < 3 * 4 * len(numels(wans[LARGE].config))
+    assert 0 < padding < 3 * 4 * len(wans[LARGE].config.numels)
 
 
 def test_sharded_on_one_rank_is_replicated(wans: dict[str, WanFolder]) -> None:
@@ -207,7 +209,7 @@ def test_loras_added_to_the_embedded_teacher_take_the_planned_memory_while_its_w
     plain, file = open_wan("tiny"), style(TINY["tiny"], tmp_path / "style.safetensors", "to_q", "ffn")
     save_file({key: value.bfloat16() for key, value in load_file(file).items()}, file)
     added, most, now = [f"both={file}", f"low_noise={file}"], [], []
-    for folder in (plain, with_loras(plain, read_added("recipe", "teacher_lora", added))):
+    for folder in (plain, plain.with_loras(read_added("recipe", "teacher_lora", added))):
         with Live() as live:
             built = build_teacher(folder, placement(name, "float32"))
             gc.collect()

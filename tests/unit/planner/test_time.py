@@ -11,13 +11,12 @@ from planned import published_job as job
 from wandistiller.cli.plan_report import duration
 from wandistiller.config.job import Job
 from wandistiller.config.sweeps import branches
+from wandistiller.network.flops import count_flops
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.time import PEAKS, SHARE, Rates, Times, override_rates, passes, usual_rates
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB
-from wandistiller.wan.flops import count_flops
-from wandistiller.wan.transformer import numels
 
 IMAGE = (16, 1, 60, 104)
 GPU = {"teacher_deepspeed_config": "gpu"}
@@ -27,7 +26,7 @@ FAST_BUS = Rates(tflops=100, pcie=1e6)
 
 def whole(run: Job) -> int:
     """Bytes of one network of the teacher in bf16."""
-    return 2 * sum(numels(run.folder.config).values())
+    return 2 * sum(run.folder.config.numels.values())
 
 
 def call(run: Job) -> float:

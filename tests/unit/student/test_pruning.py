@@ -13,6 +13,7 @@ from small_wan import small_transformer
 from torch import Tensor
 
 from wandistiller.data.tensor_cache import Measured
+from wandistiller.network.names import set_parameter
 from wandistiller.student import calibration
 from wandistiller.student.calibration import measure
 from wandistiller.student.pruning import CalibrationStats, fits_rope, plan, rope_pairs, rope_units
@@ -32,7 +33,7 @@ FORMS["both ends"] = IMAGE | {"pos_embed_seq_len": 10}
 
 @torch.no_grad()
 def predict(model: WanTransformer3DModel) -> Tensor:
-    blank = transformer.blank_state(TransformerConfig.of(model.config), (16, 1, 8, 8), 6, text_tokens=12)
+    blank = TransformerConfig.of(model.config).blank_state((16, 1, 8, 8), 6, text_tokens=12)
     x_t_BCFHW, _, *given = (keyed_normal(t.shape, number) for number, t in enumerate(blank.tensors()))
     return transformer.velocity(model, blank.with_tensors([x_t_BCFHW, torch.linspace(0.1, 0.9, 6), *given]))
 
@@ -47,12 +48,12 @@ def cut_of(
         config = config.replaced(added_kv_proj_dim=config.width)
     measured = measured or measure([teacher], [lambda: predict(teacher)])
     cuts = plan(config, whole, list(range(len(teacher.blocks))), measured, state.__getitem__)
-    student = transformer.meta_transformer(config)
+    student = config.meta()
     for name, module in list(student.named_modules()):
         own = [leaf for leaf, _ in module.named_parameters(recurse=False)]
         for leaf, value in cuts.cut(name, {leaf: state[f"{name}.{leaf}".strip(".")] for leaf in own}).items():
             assert value.shape == module.get_parameter(leaf).shape, f"{name}.{leaf}"
-            transformer.set_parameter(module, leaf, value)
+            set_parameter(module, leaf, value)
     return student, cuts
 
 

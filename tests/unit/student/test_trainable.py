@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from checkpointed import saved
+from networks import network_of
 from on_ranks.tuning import (
     PARTLY,
     batch,
@@ -27,7 +28,6 @@ from torch import Tensor
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.experts import Expert
-from wandistiller.network.network import Network
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.parameter_patterns import factor, names_part
 
@@ -200,7 +200,7 @@ def test_a_pass_without_gradients_has_the_autocast_of_one_with_them(
     stage: int, one_rank: torch.device
 ) -> None:
     autocast = {"enabled": True, "dtype": "bfloat16"}
-    frozen = Network(small_transformer(1, layers=3).eval().requires_grad_(False))
+    frozen = network_of(small_transformer(1, layers=3).eval().requires_grad_(False))
     low = {Expert.LOW_NOISE: frozen}
     student, plain = (
         build(LORA, engine(stage, torch_autocast=autocast), frozen=low),

@@ -15,11 +15,11 @@ from shipped import placement
 from wandistiller.distributed import device
 from wandistiller.engine.workarounds import release_module_references
 from wandistiller.experts import Expert
+from wandistiller.network.weight_reader import WeightReader
 from wandistiller.teacher.base import local_modules
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.loading import ALIGNED, Arena, InitWithoutBroadcast, load_sharded
 from wandistiller.wan.pipeline import open_wan
-from wandistiller.wan.weight_reader import WeightReader
 
 MIB = 2**20
 SHARES = {

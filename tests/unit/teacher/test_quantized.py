@@ -25,7 +25,10 @@ from wandistiller.config.validate import read_job
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.evaluation.velocity_error import bands, quantization_error
 from wandistiller.experts import Expert
+from wandistiller.network import activation_memory
+from wandistiller.network.activation_memory import Live
 from wandistiller.network.block_source import BUFFERS
+from wandistiller.network.weight_reader import CHUNK_BYTES, WeightReader
 from wandistiller.planner.teacher_memory import teacher_bytes
 from wandistiller.teacher import quantized
 from wandistiller.teacher.base import Guidance
@@ -40,12 +43,9 @@ from wandistiller.teacher.quantized import (
     unpacked_until_backward,
 )
 from wandistiller.utils.errors import ConfigError
-from wandistiller.wan import activation_memory
-from wandistiller.wan.activation_memory import Live
-from wandistiller.wan.pipeline import WanFolder, open_wan
-from wandistiller.wan.transformer import meta_transformer
+from wandistiller.wan.folder import WanFolder
+from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.transformer_config import TransformerConfig
-from wandistiller.wan.weight_reader import CHUNK_BYTES, WeightReader
 
 GUIDANCE = Guidance(NULL_LD, SCALES)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -102,7 +102,7 @@ def test_autograd_keeps_a_weight_unpacked_as_planned(weights: str, dtype: torch.
 
 
 def test_all_linear_layers_of_blocks_are_quantised_and_nothing_else(wans: dict[str, WanFolder]) -> None:
-    model = meta_transformer(wans["1.3B"].config.replaced(num_layers=2))
+    model = wans["1.3B"].config.replaced(num_layers=2).meta()
     linear = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     found = {name for name, p in model.named_parameters() if is_quantized(name, p.shape, "nf4")}
     assert found == {name for name in linear if name.startswith("blocks.")} and len(found) == 20

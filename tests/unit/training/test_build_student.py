@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from networks import network_of
 from reading import read_run
 from recipes import TEACHER_FP32, recipe, student_engine, train
 from slow_cases import slow_but
@@ -25,7 +26,6 @@ from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.data.tensor_cache import Measured
 from wandistiller.experts import Expert
-from wandistiller.network.network import Network
 from wandistiller.student.calibration import VelocityError, error_rows, velocity_error
 from wandistiller.student.layer_importance import ROUNDS, importance
 from wandistiller.teacher.base import (
@@ -65,7 +65,8 @@ def batches(n: int = 2) -> list[Batch]:
 
 
 def two_experts(layers: int = 4) -> LocalTeacher:
-    return LocalTeacher({e: Network(small_transformer(seed, layers).eval()) for seed, e in enumerate(Expert)})
+    networks = (network_of(small_transformer(seed, layers).eval()) for seed in range(2))
+    return LocalTeacher(dict(zip(Expert, networks, strict=True)))
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -15,6 +15,8 @@ from wandistiller.distributed.shutdown import Stopped, stopping
 from wandistiller.engine.ds_config import load
 from wandistiller.experts import Expert
 from wandistiller.flow import with_noise
+from wandistiller.network.sampling import denoise
+from wandistiller.network.weight_reader import WeightReader
 from wandistiller.student.calibration import CALLS, measure, velocity_error
 from wandistiller.student.layer_importance import importance
 from wandistiller.teacher.base import LocalTeacher
@@ -25,8 +27,6 @@ from wandistiller.training.trainer import Trainer
 from wandistiller.training.update import Update
 from wandistiller.utils.logging import current
 from wandistiller.wan import pipeline
-from wandistiller.wan.sampling import denoise
-from wandistiller.wan.weight_reader import WeightReader
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 X0 = torch.zeros(1, 4, 1, 4, 4)

@@ -14,14 +14,14 @@ from trainers import job_of
 from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError
 from wandistiller.wan.added_lora import read_added
-from wandistiller.wan.pipeline import WanFolder, open_wan, with_loras
-from wandistiller.wan.transformer import shapes
+from wandistiller.wan.folder import WanFolder
+from wandistiller.wan.pipeline import open_wan
 
 LAYER = "blocks.0.attn1.to_q"
 
 
 def added(wan: Path, *given: Any) -> WanFolder:
-    return with_loras(open_wan(str(wan)), read_added("recipe", "teacher_lora", list(given)))
+    return open_wan(str(wan)).with_loras(read_added("recipe", "teacher_lora", list(given)))
 
 
 def weight(
@@ -110,7 +110,7 @@ def test_what_cannot_be_added_is_refused_with_its_reason(
         "STYLE": style(wan1, tmp_path / "style.safetensors", "to_q"),
         "WIDER": tmp_path / "wider.safetensors",
     }
-    outputs, inputs = shapes(open_wan(str(wan1)).config)[f"{LAYER}.weight"]
+    outputs, inputs = open_wan(str(wan1)).config.shapes[f"{LAYER}.weight"]
     down, up = torch.zeros(2, inputs), torch.zeros(outputs + 8, 2)
     save_file({f"{LAYER}.lora_A.weight": down, f"{LAYER}.lora_B.weight": up}, files["WIDER"])
     with pytest.raises(ConfigError) as raised:

@@ -12,11 +12,11 @@ from ranks import edit_json
 from wandistiller.cli.failures import Failures
 from wandistiller.cli.parser import read
 from wandistiller.evaluation.clip import clip_problems
+from wandistiller.utils.embedded import TINY
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import SHIPPED
 from wandistiller.wan.components import known_config
-from wandistiller.wan.loaded_components import load_pipeline
-from wandistiller.wan.pipeline import TINY, open_wan, require_weights
+from wandistiller.wan.pipeline import open_wan
 
 
 def test_weights_in_pickles_alone_are_refused(wan1: Path, copy_of: Callable[..., Path]) -> None:
@@ -26,14 +26,14 @@ def test_weights_in_pickles_alone_are_refused(wan1: Path, copy_of: Callable[...,
     with pytest.raises(
         ConfigError, match=r"vae/diffusion_pytorch_model.safetensors: .*pickles \(.bin\) are not"
     ):
-        require_weights(open_wan(str(folder)))
+        open_wan(str(folder)).require_weights()
 
 
 def test_an_adapter_of_the_text_encoder_is_refused(wan1: Path, copy_of: Callable[..., Path]) -> None:
     folder = copy_of(wan1, weights=True)
     (folder / "text_encoder" / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"adapter_config.json: Delete it"):
-        require_weights(open_wan(str(folder)))
+        open_wan(str(folder)).require_weights()
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def test_python_files_in_a_folder_are_never_run(
     for part in ("vae", "text_encoder", "tokenizer", "scheduler", "transformer"):
         for name in ("diffusers.py", "transformers.py"):
             (folder / part / name).write_text(f"open({str(marker)!r}, 'w')")
-    require_weights(open_wan(str(folder)))
-    load_pipeline(open_wan(str(folder)), torch.float32)
+    open_wan(str(folder)).require_weights()
+    open_wan(str(folder)).load_pipeline(torch.float32)
     assert not marker.exists()
 
 

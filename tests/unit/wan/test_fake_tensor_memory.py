@@ -10,11 +10,11 @@ from slow_cases import slow_but
 from small_wan import VAE21, VAE22
 from torch import nn
 
+from wandistiller.network.activation_memory import Live
+from wandistiller.utils.embedded import TINY
 from wandistiller.utils.files import read_json
-from wandistiller.wan.activation_memory import Live
 from wandistiller.wan.components import decoded, encoded, text_encoder_of, vae_of
 from wandistiller.wan.fake_tensor_memory import ON_CPU, coding, shortened, text_encoding
-from wandistiller.wan.pipeline import TINY
 
 MIB = 2**20
 

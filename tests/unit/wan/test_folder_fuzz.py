@@ -12,8 +12,7 @@ import torch
 from ranks import edit_json
 
 from wandistiller.utils.errors import ConfigError
-from wandistiller.wan.loaded_components import load_pipeline
-from wandistiller.wan.pipeline import open_wan, require_weights
+from wandistiller.wan.pipeline import open_wan
 
 VALUES: list[Any] = [
     None,
@@ -64,8 +63,8 @@ def linked(folder: Path, target: Path, marker: Path) -> Path:
 def verdict(folder: Path) -> str:
     """Open, load and use the pipeline: "refused", "works", or the exception that a user would see."""
     try:
-        require_weights(open_wan(str(folder)))
-        pipeline = load_pipeline(open_wan(str(folder)), torch.float32)
+        open_wan(str(folder)).require_weights()
+        pipeline = open_wan(str(folder)).load_pipeline(torch.float32)
         pipeline.set_progress_bar_config(disable=True)
         size = {"height": 16, "width": 16, "num_frames": 1, "max_sequence_length": 512}
         pipeline("a cat", num_inference_steps=2, guidance_scale=1.0, output_type="latent", **size)

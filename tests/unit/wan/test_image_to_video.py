@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from diffusers import WanTransformer3DModel
+from networks import network_of
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from small_wan import IMAGE_FORMS, make_wan
@@ -15,13 +16,12 @@ from torch import Tensor
 from wandistiller.batch import Batch, Conditioning
 from wandistiller.experts import Expert
 from wandistiller.flow import with_noise
-from wandistiller.network.network import Network
+from wandistiller.network.sampling import denoise
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
-from wandistiller.wan.given_frames import GivenFramesEncoder, given_places, mask_of
-from wandistiller.wan.loaded_components import Encoder, load_image_encoder, load_pipeline
-from wandistiller.wan.pipeline import open_wan, require_weights
-from wandistiller.wan.sampling import denoise
-from wandistiller.wan.transformer import blank_state, meta_transformer, velocity
+from wandistiller.wan.given_frames import mask_of
+from wandistiller.wan.loaded_components import Encoder, load_image_encoder
+from wandistiller.wan.pipeline import open_wan
+from wandistiller.wan.transformer import velocity
 
 CPU = torch.device("cpu")
 SIDE, FRAMES = 64, 9
@@ -50,14 +50,14 @@ def pixels(frames: list[Image.Image]) -> Tensor:
 def given(folder: Path) -> tuple[Conditioning, Tensor, list[Image.Image]]:
     """Return a sample's conditioning, the text of the negative prompt, and the given frames."""
     wan = open_wan(str(folder))
-    frames = images(len(given_places(wan.config)))
-    encoded = GivenFramesEncoder(wan, CPU).encode(pixels(frames), FRAMES)
+    frames = images(len(wan.config.given_places))
+    encoded = wan.load_given_frames(CPU).encode(pixels(frames), FRAMES)
     text, null = (Encoder(folder, torch.float32, CPU).encode(p) for p in (PROMPT, NEGATIVE))
     return Conditioning(text[None], **{name: t[None] for name, t in encoded.items()}), null, frames
 
 
 def test_four_guided_steps_are_those_of_diffusers_pipeline(image_wan: Path) -> None:
-    wan, pipeline = open_wan(str(image_wan)), load_pipeline(open_wan(str(image_wan)), torch.float32)
+    wan, pipeline = open_wan(str(image_wan)), open_wan(str(image_wan)).load_pipeline(torch.float32)
     conditioning, null, frames = given(image_wan)
     noise_BCFHW = torch.randn(1, *wan.latent_shape(SIDE, SIDE, FRAMES))
     networks = {
@@ -65,7 +65,7 @@ def test_four_guided_steps_are_those_of_diffusers_pipeline(image_wan: Path) -> N
         Expert.LOW_NOISE: pipeline.transformer_2 or pipeline.transformer,
     }
     guidance = Guidance(null, dict.fromkeys(Expert, 2.0))
-    teacher = GuidedTeacher(LocalTeacher({e: Network(module) for e, module in networks.items()}), guidance)
+    teacher = GuidedTeacher(LocalTeacher({e: network_of(module) for e, module in networks.items()}), guidance)
     x0_BCFHW, _ = denoise(teacher.velocity, wan, wan.shift, noise_BCFHW, conditioning, 4)
     theirs = pipeline(
         image=frames[0],
@@ -103,7 +103,7 @@ def by_hand(network: WanTransformer3DModel, batch: Batch, first_frame_given: boo
 
 def test_a_training_step_has_the_loss_and_gradients_of_diffusers_own_call(image_wan: Path) -> None:
     wan, (conditioning, _, _) = open_wan(str(image_wan)), given(image_wan)
-    network, expands = load_pipeline(wan, torch.float32).transformer, wan.config.expands_time
+    network, expands = wan.load_pipeline(torch.float32).transformer, wan.config.expands_time
     x0 = torch.randn(1, *wan.latent_shape(SIDE, SIDE, FRAMES))
     batch = with_noise(x0, conditioning, Expert.HIGH_NOISE, [0.7], [(0, "noise")])
     found = {}
@@ -125,7 +125,7 @@ def test_a_training_step_has_the_loss_and_gradients_of_diffusers_own_call(image_
 
 def test_two_samples_at_once_are_those_of_one_each(image_wan: Path) -> None:
     wan, (conditioning, _, _) = open_wan(str(image_wan)), given(image_wan)
-    network = load_pipeline(open_wan(str(image_wan)), torch.float32).transformer
+    network = open_wan(str(image_wan)).load_pipeline(torch.float32).transformer
     x0 = torch.randn(2, *wan.latent_shape(SIDE, SIDE, FRAMES))
     both = conditioning.map(lambda t: torch.cat([t, 0.5 * t]))
     keys = [(0, "a"), (0, "b")]
@@ -140,11 +140,11 @@ def test_two_samples_at_once_are_those_of_one_each(image_wan: Path) -> None:
 def test_blank_states_have_the_shapes_of_real_ones(image_wan: Path) -> None:
     wan, (conditioning, _, _) = open_wan(str(image_wan)), given(image_wan)
     latent = wan.latent_shape(SIDE, SIDE, FRAMES)
-    blank = blank_state(wan.config, latent, text_tokens=conditioning.text_BLD.shape[1])
+    blank = wan.config.blank_state(latent, text_tokens=conditioning.text_BLD.shape[1])
     shapes, found = ([t.shape for t in given.tensors()[:2]] for given in (conditioning, blank.conditioning))
     assert found == shapes and len(conditioning.tensors()) == len(blank.conditioning.tensors())
     state = blank.with_tensors([t.to("meta") for t in blank.tensors()])
-    assert velocity(meta_transformer(wan.config).to("meta"), state).shape == (1, *latent)
+    assert velocity(wan.config.meta().to("meta"), state).shape == (1, *latent)
 
 
 def test_given_first_frame_has_no_noise_and_no_velocity(tmp_path: Path) -> None:
@@ -156,9 +156,9 @@ def test_given_first_frame_has_no_noise_and_no_velocity(tmp_path: Path) -> None:
     assert torch.equal(batch.noise_BCFHW[:, :, :1], first) and not batch.v_BCFHW[:, :, :1].any()
     torch.testing.assert_close(batch.x_t_BCFHW[:, :, :1], first)
     with torch.no_grad():
-        v_BCFHW = velocity(load_pipeline(wan, torch.float32).transformer, batch)
+        v_BCFHW = velocity(wan.load_pipeline(torch.float32).transformer, batch)
         noisy = replace(batch, x_t_BCFHW=batch.x_t_BCFHW + torch.eye(3)[0].view(1, 1, 3, 1, 1))
-        again = velocity(load_pipeline(wan, torch.float32).transformer, noisy)
+        again = velocity(wan.load_pipeline(torch.float32).transformer, noisy)
     assert not v_BCFHW[:, :, :1].any() and v_BCFHW[:, :, 1:].any() and torch.equal(v_BCFHW, again)
 
 
@@ -168,7 +168,7 @@ def test_an_image_encoder_with_the_names_of_transformers_4_is_read_whole(tmp_pat
     before = {name: p.clone() for name, p in state.named_parameters()}
     old = {f"vision_model.{name}": p for name, p in load_file(file).items()}
     save_file(old | {"vision_model.embeddings.position_ids": torch.arange(5)[None]}, file, {"format": "pt"})
-    require_weights(open_wan(str(folder)))
+    open_wan(str(folder)).require_weights()
     after = dict(load_image_encoder(folder / "image_encoder").named_parameters())
     assert all(torch.equal(after[name], p) for name, p in before.items())
 

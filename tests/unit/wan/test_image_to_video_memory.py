@@ -15,11 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from wandistiller.batch import Conditioning, State
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.experts import Expert
-from wandistiller.wan import activation_memory, text_padding
-from wandistiller.wan.activation_memory import activation_bytes, call_bytes
-from wandistiller.wan.flops import count_flops
+from wandistiller.network.activation_memory import activation_bytes, call_bytes
+from wandistiller.network.flops import count_flops
+from wandistiller.wan import text_padding
 from wandistiller.wan.text_padding import TEXT_TOKENS
-from wandistiller.wan.transformer import usual_config, velocity
+from wandistiller.wan.transformer import velocity
 from wandistiller.wan.transformer_config import TransformerConfig
 
 LATENT = (16, 3, 24, 32)
@@ -36,8 +36,8 @@ FORMS = {
 
 @pytest.fixture(autouse=True)
 def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (activation_memory, text_padding):
-        monkeypatch.setattr(module, "TEXT_TOKENS", TEXT)
+    monkeypatch.setattr(text_padding, "TEXT_TOKENS", TEXT)
+    monkeypatch.setattr(TransformerConfig, "text_tokens", TEXT)
 
 
 def form_config(form: str, layers: int) -> TransformerConfig:
@@ -100,7 +100,7 @@ def test_operations_with_given_frames_are_torch_s_count_of_all_blocks(
 def test_a_time_for_each_patch_of_5b_adds_its_maps_and_modulations() -> None:
     """17 frames of 480 x 832: 1950 patches; a block has 6 modulations of each, and 1 + those of 2 scales."""
     latent, patches, d, layers = (48, 5, 30, 52), 1950, 3072, 30
-    text, engine = usual_config(**FIVE), student_engine("bfloat16")
+    text, engine = TransformerConfig.usual(**FIVE), student_engine("bfloat16")
     given = replace(text, expands_time=True)
     more = count_flops(given, latent).forward - count_flops(text, latent).forward
     assert more == (patches - 1) * 2 * d * (256 + d + 6 * d)
@@ -111,7 +111,7 @@ def test_a_time_for_each_patch_of_5b_adds_its_maps_and_modulations() -> None:
 def test_states_of_clip_add_keys_values_and_an_attention_to_each_block() -> None:
     """Wan2.1 I2V 14B, 17 frames of 480 x 832: 7800 patches attend to 257 states."""
     latent, patches, d, layers = (16, 5, 60, 104), 7800, 5120, 40
-    joined, states = usual_config(**JOINED), usual_config(**STATES)
+    joined, states = TransformerConfig.usual(**JOINED), TransformerConfig.usual(**STATES)
     block = 2 * 2 * ROWS * d * d + 4 * patches * ROWS * d
     more = count_flops(states, latent).forward - count_flops(joined, latent).forward
     assert more == layers * block + 2 * ROWS * 1280 * (1280 + d)

@@ -12,8 +12,7 @@ from ranks import edit_json
 
 from wandistiller.utils.errors import ConfigError
 from wandistiller.wan.components import image_config, image_encoder_of
-from wandistiller.wan.pipeline import open_wan, usual_for
-from wandistiller.wan.transformer import count_parameters
+from wandistiller.wan.pipeline import open_wan
 
 FACTS = {  # parameters of each expert; guidance; boundary
     "Wan-AI/Wan2.2-I2V-A14B-Diffusers": ([14_288_901_184] * 2, (3.5, 3.5), 0.9),
@@ -26,8 +25,8 @@ FACTS = {  # parameters of each expert; guidance; boundary
 @pytest.mark.parametrize("name", IMAGE_TO_VIDEO)
 def test_a_published_image_to_video_wan_has_its_parameters_and_defaults(published: Path, name: str) -> None:
     folder, (parameters, guidance, boundary) = open_wan(str(published / name)), FACTS[name]
-    assert [count_parameters(config) for config in folder.configs.values()] == parameters
-    assert (usual_for(folder).guidance, folder.boundary) == (guidance, boundary)
+    assert [config.numel for config in folder.configs.values()] == parameters
+    assert (folder.usual.guidance, folder.boundary) == (guidance, boundary)
     assert folder.config.takes_image and folder.latent_shape(480, 832, 81) == (16, 21, 60, 104)
 
 

@@ -10,10 +10,10 @@ import pytest
 from recipes import recipe
 from trainers import job_of
 
+from wandistiller.network.sampling import few_step_config, path_sigmas
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json, write_json
 from wandistiller.wan.pipeline import open_wan
-from wandistiller.wan.sampling import few_step_config, noise_problems, path_sigmas
 from wandistiller.wan.schedulers import flow_problem
 
 EULER, UNIPC = "FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler"
@@ -107,7 +107,7 @@ def test_a_scheduler_with_noise_of_its_own_is_none_for_a_teacher(
     with_scheduler: Callable[..., Path], config: dict[str, Any], draws: bool, tmp_path: Path
 ) -> None:
     wan = with_scheduler(config)
-    assert bool(noise_problems(open_wan(str(wan)))) is draws
+    assert bool(open_wan(str(wan)).noise_problems()) is draws
     given = recipe(tmp_path, wan, output_dir=str(tmp_path / "run"))
     with pytest.raises(ConfigError, match="adds noise of its own in each step") if draws else nullcontext():
         job_of(given)

@@ -3,6 +3,8 @@
 from small_wan import small_transformer
 from torch import nn
 
+from wandistiller.network.adapters import TARGETS
+from wandistiller.network.names import in_block, is_in_block, split_name
 from wandistiller.wan import structure
 
 MODEL = small_transformer(0, 2, image_dim=24, added_kv_proj_dim=64)  # as Wan2.1 I2V: with all there is
@@ -10,7 +12,7 @@ MODULES = dict(MODEL.named_modules())
 
 
 def test_every_linear_map_of_the_network_has_its_axes() -> None:
-    maps = {structure.split_name(n)[1] for n, m in MODULES.items() if isinstance(m, nn.Linear | nn.Conv3d)}
+    maps = {split_name(n)[1] for n, m in MODULES.items() if isinstance(m, nn.Linear | nn.Conv3d)}
     without = {"time_proj", "image_embedder.ff.net.0.proj"}  # six of a width; of the width of CLIP's states
     assert maps == structure.AXES.keys() | {f"condition_embedder.{name}" for name in without}
 
@@ -20,18 +22,18 @@ def test_every_other_name_is_in_the_network() -> None:
     assert type(block).__name__ == structure.BLOCK_CLASS
     assert all(block.get_submodule(name) for names in structure.PARTS.values() for name in names)
     for attention in map(block.get_submodule, structure.ATTENTIONS):
-        assert all(hasattr(attention, name) for name in structure.ATTENTION_MAPS)
+        assert all(hasattr(attention, name) for name in TARGETS)
     assert all(hasattr(block.attn2, name) for name in structure.NORMED)
     assert {structure.TEXT_READER, structure.TEMB_READER} <= MODULES.keys()
-    assert {structure.TABLE, structure.in_block(1, structure.TABLE)} <= dict(MODEL.named_parameters()).keys()
+    assert {structure.TABLE, in_block(1, structure.TABLE)} <= dict(MODEL.named_parameters()).keys()
     assert {name.split(".")[-1] for name in MODULES} >= {*structure.STREAM_NORMS, structure.AFFINE_NORM}
 
 
 def test_a_name_is_that_of_a_block_and_a_name_in_it() -> None:
     for name in MODULES:
-        number, inside = structure.split_name(name)
-        assert (name if number is None else structure.in_block(number, inside)) == name
-        assert structure.is_in_block(name) == name.startswith("blocks.")
+        number, inside = split_name(name)
+        assert (name if number is None else in_block(number, inside)) == name
+        assert is_in_block(name) == name.startswith("blocks.")
 
 
 def test_an_axis_is_read_by_the_map_that_says_so() -> None:

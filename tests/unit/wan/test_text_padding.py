@@ -6,13 +6,13 @@ from functools import partial
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
+from networks import network_of
 from published_wan import LARGE, SMALL
 from small_wan import small_transformer
 from states import state
 from torch import Tensor
 
 from wandistiller.experts import Expert
-from wandistiller.network.network import Network
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.text_padding import STAND_INS, merge_text_padding, network_text, row_bias
@@ -91,7 +91,7 @@ def test_guidance_equals_that_with_512_rows_when_the_negative_prompt_is_longer(p
     guidance = Guidance(texts([126])[0], dict.fromkeys(Expert, 4.0))
 
     def guided(model: WanTransformer3DModel) -> Tensor:
-        teacher = LocalTeacher(dict.fromkeys(Expert, Network(model)))
+        teacher = LocalTeacher(dict.fromkeys(Expert, network_of(model)))
         return GuidedTeacher(teacher, guidance, passes).velocity(batch)
 
     plain, merged = guided(small_transformer(0)), guided(merge_text_padding(small_transformer(0)))

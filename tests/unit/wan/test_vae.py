@@ -6,12 +6,12 @@ from published_wan import VAE21 as PUBLISHED
 from small_wan import VAE21, VAE22
 from torch import Tensor
 
+from wandistiller.network.activation_memory import Live
+from wandistiller.utils.embedded import TINY
 from wandistiller.utils.system_memory import GIB
-from wandistiller.wan.activation_memory import Live
 from wandistiller.wan.components import decoded, encoded, vae_of
 from wandistiller.wan.fake_tensor_memory import coding, tile
 from wandistiller.wan.loaded_components import load_vae
-from wandistiller.wan.pipeline import TINY
 from wandistiller.wan.vae import FittingVae, fitting
 
 CLIP = (1, 16, 21, 60, 104)  # latents of 81 frames of 480x832

@@ -12,6 +12,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from engines import learner_of
+from networks import network_of
 from ranks import write_json
 from shipped import placement
 from slow_cases import slow_but
@@ -23,7 +24,7 @@ from wandistiller.batch import Batch, Conditioning
 from wandistiller.distributed import collectives
 from wandistiller.engine.ds_config import load, student_engine
 from wandistiller.experts import Expert
-from wandistiller.network.network import Network
+from wandistiller.network.weight_reader import WeightReader
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, local_networks
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.loading import load_sharded, load_whole
@@ -34,7 +35,6 @@ from wandistiller.wan import pipeline, transformer
 from wandistiller.wan.components import decoded, encoded
 from wandistiller.wan.loaded_components import load_vae
 from wandistiller.wan.transformer_config import TransformerConfig
-from wandistiller.wan.weight_reader import WeightReader
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -100,8 +100,8 @@ def test_sharded_safetensors_are_read_as_diffusers_reads_them(tmp_path: Path, dt
 
 def test_a_meta_transformer_has_all_parameters_without_memory_and_real_rope_tables(wan1: Path) -> None:
     config, whole = config_of(wan1), by_diffusers(wan1 / "transformer", torch.float32)
-    model = transformer.meta_transformer(config)
-    assert transformer.count_parameters(config) == sum(p.numel() for p in whole.parameters())
+    model = config.meta()
+    assert config.numel == sum(p.numel() for p in whole.parameters())
     assert {p.device.type for p in model.parameters()} == {"meta"}
     assert_tables(model, wan1)
 
@@ -200,7 +200,7 @@ def test_rope_tables_survive_every_engine(wan1: Path, stage: int, precision: str
 @pytest.mark.parametrize("scale", [0.0, 1.0, 4.0])
 def test_guidance_blends_text_and_null_branch(wan1: Path, scale: float) -> None:
     b, null_LD = some_batch(Expert.HIGH_NOISE), keyed_normal((512, 32), "null")
-    inner = LocalTeacher(dict.fromkeys(Expert, Network(by_diffusers(wan1 / "transformer", torch.float32))))
+    inner = LocalTeacher(dict.fromkeys(Expert, network_of(by_diffusers(wan1 / "transformer", torch.float32))))
     null = replace(b, conditioning=Conditioning(null_LD.expand_as(b.conditioning.text_BLD)))
     expected = scale * inner.velocity(b) + (1 - scale) * inner.velocity(null)
     guided = GuidedTeacher(inner, Guidance(null_LD, dict.fromkeys(Expert, scale)))

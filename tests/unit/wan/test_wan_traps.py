@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
+from networks import network_of
 from PIL import Image
 from ranks import edit_json
 from small_wan import FORMS, make_wan
@@ -19,14 +20,12 @@ from wandistiller.evaluation.candidates import read_candidate
 from wandistiller.evaluation.draw_samples import Sampling, sample
 from wandistiller.experts import Expert
 from wandistiller.flow import FlowSchedule
-from wandistiller.network.network import Network
+from wandistiller.network.sampling import denoise, few_steps
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import transformer
-from wandistiller.wan.loaded_components import Vae
 from wandistiller.wan.pipeline import open_wan
-from wandistiller.wan.sampling import denoise, few_steps
 
 CPU = torch.device("cpu")
 
@@ -68,11 +67,11 @@ def test_denoise_makes_the_stock_pipeline_s_latents_and_the_vae_its_pixels(
     given = {"prompt_embeds": text_BLD, "negative_prompt_embeds": null_BLD, "latents": noise}
     given |= {"height": 32, "width": 64, "num_frames": 5, "guidance_scale": 5.0, "num_inference_steps": 8}
     stock, pixels_BFCHW = (pipe(output_type=kind, **given).frames for kind in ("latent", "pt"))
-    teacher = LocalTeacher(dict.fromkeys(Expert, Network(pipe.transformer)))
+    teacher = LocalTeacher(dict.fromkeys(Expert, network_of(pipe.transformer)))
     guided = GuidedTeacher(teacher, Guidance(null_BLD[0], dict.fromkeys(Expert, 5.0)))
     x0_BCFHW, _ = denoise(guided.velocity, folder, folder.shift, noise, Conditioning(text_BLD), 8)
     torch.testing.assert_close(x0_BCFHW, stock, rtol=0, atol=2e-5)
-    decoded = Vae(folder, CPU).decode(stock)
+    decoded = folder.load_vae(CPU).decode(stock)
     torch.testing.assert_close(decoded, pixels_BFCHW.transpose(1, 2), rtol=0, atol=1e-5)
 
 
@@ -81,7 +80,7 @@ def test_the_vae_of_48_channels_encodes_to_normalised_latents(five: Path, pipe: 
     pixels = keyed_normal((1, 3, 5, 32, 64), "pixels").clamp(-1, 1)
     mean, std = (torch.linspace(*ends, 48).view(48, 1, 1, 1) for ends in ((-1, 1), (0.5, 2)))
     expected = (pipe.vae.encode(pixels).latent_dist.mode() - mean) / std
-    torch.testing.assert_close(Vae(open_wan(str(five)), CPU).encode(pixels), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(open_wan(str(five)).load_vae(CPU).encode(pixels), expected, rtol=0, atol=1e-6)
 
 
 def drawn(folder: Path, output: Path, **settings: float) -> np.ndarray:

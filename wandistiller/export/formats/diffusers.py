@@ -12,14 +12,14 @@ from wandistiller.export.model_card import HERE, student_sentence, write_card
 from wandistiller.export.output import check_folder, replaced
 from wandistiller.export.source import Source
 from wandistiller.flow import EULER
+from wandistiller.network.folder import Folder
+from wandistiller.network.sampling import few_step_config
 from wandistiller.utils.errors import problem
 from wandistiller.utils.files import link_or_copy, read_json, write_json
 from wandistiller.wan.checks import IMAGE_TO_VIDEO
 from wandistiller.wan.components import IMAGE_PARTS, known_config
-from wandistiller.wan.given_frames import given_places
 from wandistiller.wan.hub import is_used
-from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights
-from wandistiller.wan.sampling import few_step_config, pipeline_config
+from wandistiller.wan.pipeline import open_wan
 
 SIZE = re.compile(r"[1-9]\d*(KB|MB|GB|KIB|MIB|GIB)", re.IGNORECASE)
 CARD = """# A Wan student distilled with wandistiller
@@ -66,11 +66,11 @@ class DiffusersFormat(ExportFormat):
             if (facts := source.facts).few_steps:  # with the noise levels that are trained
                 scheduler = few_step_config(facts.shift, facts.steps, facts.sampler or EULER)
             else:
-                scheduler = pipeline_config(teacher, facts.shift)
+                scheduler = teacher.scheduler_config(facts.shift)
             write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
             _write_index(teacher, source, scheduler["_class_name"], folder)
             write_pipeline_card(folder, source, self.repository)
-            require_weights(open_wan(str(folder)))  # nothing that is incomplete takes the output's place
+            open_wan(str(folder)).require_weights()  # nothing that is incomplete takes the output's place
         return [output]
 
 
@@ -86,7 +86,7 @@ def _copy_component(source: Path, target: Path) -> None:
                 write_json(file, known)
 
 
-def _write_index(teacher: WanFolder, source: Source, scheduler: str, folder: Path) -> None:
+def _write_index(teacher: Folder, source: Source, scheduler: str, folder: Path) -> None:
     index = known_config(teacher.path / "model_index.json")
     index["scheduler"] = ["diffusers", scheduler]
     if source.facts.image_to_video:
@@ -105,7 +105,7 @@ def _images(facts: Facts) -> str:
     size = f"({facts.width}, {facts.height})"
     return "".join(
         f'{name}=ImageOps.{method}(load_image("{name}.png"), {size}, Image.Resampling.LANCZOS{more}), '
-        for name in ("image", "last_image")[: len(given_places(facts.config))]
+        for name in ("image", "last_image")[: len(facts.config.given_places)]
     )
 
 

@@ -18,19 +18,17 @@ from wandistiller.export.low_rank import A, Adapter, B, extract
 from wandistiller.export.output import check_files, check_folder, per_expert, replaced, write_file
 from wandistiller.export.source import Source, WholeModel, arguments, clip, written
 from wandistiller.flow import EULER
-from wandistiller.network.adapters import adapter_state, linear_layers
+from wandistiller.network.adapters import LowRank, adapter_state, linear_layers
+from wandistiller.network.folder import Folder
+from wandistiller.network.sampling import few_step_config
+from wandistiller.network.weight_reader import WeightReader
 from wandistiller.utils.errors import ConfigError, problem
-from wandistiller.utils.files import write_json
+from wandistiller.utils.files import FACTS, write_json
 from wandistiller.utils.parameter_patterns import any_names, unknown_parts
-from wandistiller.wan.added_lora import added_changes, sum_of
-from wandistiller.wan.lora_experts import FACTS, FILES
-from wandistiller.wan.lora_files import LowRank
+from wandistiller.wan.added_lora import sum_of
+from wandistiller.wan.lora_experts import FILES
 from wandistiller.wan.original_names import original_name
-from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.sampling import few_step_config, pipeline_config
 from wandistiller.wan.schedulers import shift_key
-from wandistiller.wan.transformer import meta_transformer
-from wandistiller.wan.weight_reader import WeightReader
 
 OF_LOW_NOISE = [
     "pipe.transformer, pipe.transformer_2 = pipe.transformer_2, None  # the student is of this one alone",
@@ -123,7 +121,7 @@ class LoraFormat(ExportFormat):
 
     def _extracted(self, source: Source, name: str, changes: Iterable[tuple[str, Tensor]]) -> Adapter:
         """Return the largest directions of an expert's changes of weights, and print their share."""
-        layers = linear_layers(meta_transformer(source.facts.config))
+        layers = linear_layers(source.facts.config.meta())
         targets = [layer for layer in layers if self.targets is None or any_names(self.targets, layer)]
         if problems := unknown_parts("command line", "targets", self.targets or (), layers):
             raise ConfigError(*problems)
@@ -153,7 +151,7 @@ def ranks_in_words(experts: list[str], ranks: list[str]) -> str:
     return "; ".join(f"{rank} ({Expert(name).in_words})" for name, rank in zip(experts, ranks, strict=True))
 
 
-def _teacher_of_same_shape(source: Source) -> WanFolder:
+def _teacher_of_same_shape(source: Source) -> Folder:
     """Return the teacher, which a LoRA is the difference to.
 
     Raises:
@@ -204,7 +202,7 @@ def _trained(source: Source, name: str) -> Adapter:
     if not (source.facts.bases and source.facts.teacher_lora):
         return adapter
     teacher, base, state = source.base_teacher(), source.base(name), {}
-    changes = added_changes(teacher.added, teacher.configs[base], base)
+    changes = teacher.added_changes(base)
     for layer, own in _changes(adapter).items():
         changes[layer] = sum_of(changes.get(layer), own)
     for layer, (a, b) in changes.items():
@@ -240,7 +238,7 @@ def _scheduler(source: Source) -> dict[str, str]:
     if not facts.few_steps:
         key = "flow_shift"  # the usual one, if the teacher is gone
         with suppress(ConfigError):
-            key = shift_key(pipeline_config(source.teacher(weights=False), facts.shift))
+            key = shift_key(source.teacher(weights=False).scheduler_config(facts.shift))
         call = f"pipe.scheduler.from_config(pipe.scheduler.config, {arguments({key: facts.shift})})"
         return {"classes": pipeline, "pipeline": pipeline, "scheduler": f"pipe.scheduler = {call}"}
     config = few_step_config(facts.shift, facts.steps, facts.sampler or EULER)

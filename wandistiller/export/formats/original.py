@@ -14,7 +14,6 @@ from wandistiller.export.formats.base import ExportFormat
 from wandistiller.export.model_card import HUB, comfy_nodes, joined, student_sentence, write_card
 from wandistiller.export.output import check_files, per_expert, replaced, write_file
 from wandistiller.export.source import Source
-from wandistiller.wan import transformer
 from wandistiller.wan.original_names import original_name, unlike_published
 
 QUANTIZED = re.compile(r"^blocks\.\d+\.(?:(?:self|cross)_attn\.(?:[qkvo]|[kv]_img)|ffn\.[02])\.weight$")
@@ -111,7 +110,7 @@ def write_original_card(
     Args:
         name: of the folder once it is in its place, beside the files.
     """
-    transformer.meta_transformer(source.facts.config).save_config(folder)
+    source.facts.config.meta().save_config(folder)
     facts, here = source.published, "" if repository else f", in the folder that holds it and `{name}`"
     places = {"address": f"{HUB}/{repository}/blob/main/" if repository else "", "config": repository or name}
     both_ends = facts.config.pos_embed_seq_len

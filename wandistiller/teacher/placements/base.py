@@ -16,14 +16,13 @@ from wandistiller.engine.kernels import Kernels
 from wandistiller.engine.topology import Topology
 from wandistiller.engine.zero_memory import Bytes, ParameterSize, one_at_a_time, partition_bytes
 from wandistiller.experts import Expert
+from wandistiller.network.config import NetworkConfig
+from wandistiller.network.folder import Folder
+from wandistiller.network.names import split_name
+from wandistiller.network.weight_reader import WeightReader
 from wandistiller.teacher import quantized
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.utils.validation import Index, types_of
-from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.structure import PARTS, split_name
-from wandistiller.wan.transformer import parameter_dtype, shapes
-from wandistiller.wan.transformer_config import TransformerConfig
-from wandistiller.wan.weight_reader import WeightReader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +102,10 @@ class Placement(Kernels, ABC):
         return []
 
     @abstractmethod
-    def load(self, folder: WanFolder, expert: Expert, reader: WeightReader) -> nn.Module:
+    def load(self, folder: Folder, expert: Expert, reader: WeightReader) -> nn.Module:
         """Load one expert to its place. Collective, but for a placement on one rank."""
 
-    def load_all(self, folder: WanFolder, readers: dict[Expert, WeightReader]) -> dict[Expert, nn.Module]:
+    def load_all(self, folder: Folder, readers: dict[Expert, WeightReader]) -> dict[Expert, nn.Module]:
         return {expert: self.load(folder, expert, reader) for expert, reader in readers.items()}
 
     def sweep(self, micro_steps: int, nbytes: int) -> int:
@@ -129,23 +128,23 @@ class Placement(Kernels, ABC):
         """Ranks that the weights are divided among."""
         return 1
 
-    def parameter_sizes(self, config: TransformerConfig) -> list[ParameterSize]:
+    def parameter_sizes(self, config: NetworkConfig) -> list[ParameterSize]:
         """The parameters of an expert in diffusers' mixed precision; quantised weights in several entries."""
         return _parameter_sizes(config, self.engine.dtype, self.weights)
 
-    def whole_bytes(self, config: TransformerConfig) -> int:
+    def whole_bytes(self, config: NetworkConfig) -> int:
         return partition_bytes(self.parameter_sizes(config), ranks=1)
 
-    def memory(self, config: TransformerConfig, sharers: int) -> Bytes:
+    def memory(self, config: NetworkConfig, sharers: int) -> Bytes:
         """Memory of a rank for one expert; on one rank of a node, of that rank."""
         return Bytes(device=self.whole_bytes(config))
 
-    def unpacked(self, config: TransformerConfig) -> int:
+    def unpacked(self, config: NetworkConfig) -> int:
         item = self.engine.dtype.itemsize
         sizes = self._quantized(config).values()
         return max((quantized.unpacked_bytes(n, self.weights, item) for n in sizes), default=0)
 
-    def unpacked_with_gradients(self, config: TransformerConfig, policy: CheckpointPolicy | None) -> int:
+    def unpacked_with_gradients(self, config: NetworkConfig, policy: CheckpointPolicy | None) -> int:
         """Bytes that a forward and backward pass takes for quantised weights, of networks that share them.
 
         Autograd keeps those of all blocks but the recomputed ones, and of one of these; beside them a layer
@@ -156,7 +155,7 @@ class Placement(Kernels, ABC):
         """
         item, layers, kept, coming = self.engine.dtype.itemsize, config.num_layers, 0, 0
         again = -(-layers // policy.checkpoint_every) - 1 if policy else 0
-        parts = PARTS[policy.checkpoint] if policy else ()
+        parts = config.parts[policy.checkpoint] if policy else ()
         for name, n in self._quantized(config.replaced(num_layers=1)).items():
             stays = quantized.unpacked_until_backward(n, self.weights, item)
             inside = not parts or split_name(name)[1].partition(".")[0] in parts
@@ -164,11 +163,11 @@ class Placement(Kernels, ABC):
             coming = max(coming, quantized.unpacked_bytes(n, self.weights, item) - stays)
         return kept + coming
 
-    def _quantized(self, config: TransformerConfig) -> dict[str, int]:
-        every = shapes(config).items()
+    def _quantized(self, config: NetworkConfig) -> dict[str, int]:
+        every = config.shapes.items()
         return {name: prod(s) for name, s in every if quantized.is_quantized(name, s, self.weights)}
 
-    def behind(self, config: TransformerConfig) -> int:
+    def behind(self, config: NetworkConfig) -> int:
         """Bytes of weights that an accelerator still uses when the host has sent the next ones."""
         return 0
 
@@ -179,7 +178,7 @@ class Placement(Kernels, ABC):
     def overhead(self) -> int:
         return 0
 
-    def fetched(self, config: TransformerConfig, topology: Topology) -> int:
+    def fetched(self, config: NetworkConfig, topology: Topology) -> int:
         """Bytes of one expert's weights that come to a rank from CPU memory, or to its node from a disk.
 
         In one forward pass. None where they stay, or come from other ranks alone.
@@ -228,11 +227,11 @@ class OnOneRank(Placement):
 
 @once_for_each
 def _parameter_sizes(
-    config: TransformerConfig, dtype: torch.dtype, weights: quantized.Weights
+    config: NetworkConfig, dtype: torch.dtype, weights: quantized.Weights
 ) -> list[ParameterSize]:
     sizes = []
-    for name, shape in shapes(config).items():
-        item = parameter_dtype(name, dtype).itemsize
+    for name, shape in config.shapes.items():
+        item = config.dtype_of(name, dtype).itemsize
         stored = [(prod(shape), item)]
         if quantized.is_quantized(name, shape, weights):
             stored = quantized.stored_sizes(shape, weights, item)

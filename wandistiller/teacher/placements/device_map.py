@@ -15,15 +15,14 @@ from wandistiller.distributed import collectives
 from wandistiller.distributed.device import local_rank
 from wandistiller.engine.ds_schema import BLOCK
 from wandistiller.experts import Expert
+from wandistiller.network.config import NetworkConfig
+from wandistiller.network.folder import Folder
+from wandistiller.network.names import BLOCKS, is_in_block, set_parameter
+from wandistiller.network.weight_reader import WeightReader
 from wandistiller.teacher.loading import one_by_one
 from wandistiller.teacher.placements.base import OnOneRank
 from wandistiller.utils.parameter_patterns import names_part
 from wandistiller.utils.validation import write
-from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.structure import BLOCK_CLASS, BLOCKS, is_in_block
-from wandistiller.wan.transformer import meta_transformer, parameter_dtype, set_parameter, top_modules
-from wandistiller.wan.transformer_config import TransformerConfig
-from wandistiller.wan.weight_reader import WeightReader
 
 Devices = Annotated[
     Literal["sequential", "balanced"] | dict[str, int | Literal["cpu", "disk"]],
@@ -80,7 +79,7 @@ class DeviceMap(OnOneRank):
             text = f"It names GPU {max(beyond)}, but there {here}."
         return [self.engine.problem(f"{BLOCK}.device_map", devices, text)] if text else []
 
-    def load(self, folder: WanFolder, expert: Expert, reader: WeightReader) -> nn.Module:
+    def load(self, folder: Folder, expert: Expert, reader: WeightReader) -> nn.Module:
         """Load each module to its device; those on "disk" are read from the teacher's own files at each call.
 
         diffusers' from_pretrained with a device map is not used: with a part on disk it casts what it else
@@ -90,11 +89,11 @@ class DeviceMap(OnOneRank):
 
         logging.getLogger("accelerate").setLevel(logging.ERROR)
         config, dtype, device = folder.configs[expert], self.engine.dtype, collectives.device()
-        model, index = meta_transformer(config, device), {}
+        model, index = config.meta(device), {}
         devices = self._devices(model, config, dtype, share=len(folder.configs))
         main = "cpu" if device.type == "cpu" else device.index
         for name, p in one_by_one(dict(model.named_parameters()), reader, alone=True):
-            own_dtype = parameter_dtype(name, dtype)
+            own_dtype = config.dtype_of(name, dtype)
             where = next((d for module, d in devices.items() if name.startswith(f"{module}.")), main)
             if where == "disk":
                 file, dtype_name = str(reader.stored[name].file), str(own_dtype).removeprefix("torch.")
@@ -112,28 +111,28 @@ class DeviceMap(OnOneRank):
             return dispatch_model(model, devices, **options)
 
     def _devices(
-        self, model: nn.Module, config: TransformerConfig, dtype: torch.dtype, share: int
+        self, model: nn.Module, config: NetworkConfig, dtype: torch.dtype, share: int
     ) -> dict[str, int | str]:
         """The device of each module. `share`: number of such models that `max_memory` is for."""
         from accelerate import infer_auto_device_map
         from accelerate.utils import convert_file_size_to_int, get_balanced_memory, get_max_memory
 
         if isinstance(self.device_map, dict):
-            return expand_device_map(self.device_map, top_modules(config))
+            return expand_device_map(self.device_map, config.top_modules)
         given = self.max_memory and {
             int(k) if k.isdigit() else k: convert_file_size_to_int(v) // share
             for k, v in self.max_memory.items()
         }
-        dtypes = {name: parameter_dtype(name, dtype) for name, _ in model.named_parameters()}
+        dtypes = {name: config.dtype_of(name, dtype) for name, _ in model.named_parameters()}
         kept = {name: torch.float32 for name, own in dtypes.items() if own != dtype}
         # accelerate's hooks move what a block's forward needs as one
-        options = {"no_split_module_classes": [BLOCK_CLASS], "dtype": dtype, "special_dtypes": kept}
+        options = {"no_split_module_classes": [config.block_class], "dtype": dtype, "special_dtypes": kept}
         limits = get_max_memory(given)
         if self.device_map == "balanced":
             limits = get_balanced_memory(model, max_memory=limits, **options)
         devices = infer_auto_device_map(model, max_memory=limits, **options)
         if "" in devices:  # all of it fits on one device
-            return dict.fromkeys(top_modules(config), devices[""])
+            return dict.fromkeys(config.top_modules, devices[""])
         return dict(devices)
 
 

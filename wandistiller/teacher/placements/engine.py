@@ -12,13 +12,12 @@ from wandistiller.engine.ds_schema import BLOCK
 from wandistiller.engine.fetch_pace import fetching_blocks, pace_fetches
 from wandistiller.engine.topology import Topology
 from wandistiller.experts import Expert
+from wandistiller.network.config import NetworkConfig
+from wandistiller.network.folder import Folder
+from wandistiller.network.names import block_of, block_or_module
+from wandistiller.network.weight_reader import WeightReader
 from wandistiller.teacher.loading import load_sharded, load_whole
 from wandistiller.teacher.placements.base import Placement
-from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.structure import BLOCK_CLASS, block_of, block_or_module
-from wandistiller.wan.transformer import called_in_turn, numels, parameter_dtype
-from wandistiller.wan.transformer_config import TransformerConfig
-from wandistiller.wan.weight_reader import WeightReader
 
 OVERHEAD = 40 * 2**20
 """Bytes of CPU memory of a ZeRO-Inference engine next to its weights and buffers (tests/bench/memory.py)."""
@@ -49,22 +48,22 @@ class Engine(Placement):
         text = "Only an engine of stage 3 is sharded: write it, or remove this."
         return [self.engine.problem(f"{BLOCK}.shards", self.shards, text)]
 
-    def load(self, folder: WanFolder, expert: Expert, reader: WeightReader) -> nn.Module:
+    def load(self, folder: Folder, expert: Expert, reader: WeightReader) -> nn.Module:
         config, dtype, device = folder.configs[expert], self.engine.dtype, collectives.device()
         if self.engine.stage == 0:  # an engine would only copy rank 0's weights over everyone's
             return load_whole(reader, config, dtype, device, self.weights)
         # the module has its final, mixed precision; a bf16 section would cast all of it (deepspeed 0.19.8)
-        own = fetching_blocks(self.engine.without("bf16", "fp16"), BLOCK_CLASS)
+        own = fetching_blocks(self.engine.without("bf16", "fp16"), config.block_class)
         peers = collectives.node_peers() if self.shards == "node" else None
         if own.weights_on == "nvme":
             collectives.log0("starting DeepSpeed's async_io; its first build on a machine takes minutes")
             stored = reader.stored.items()
-            swapped = [s.shape.numel() for name, s in stored if parameter_dtype(name, dtype) == dtype]
+            swapped = [s.shape.numel() for name, s in stored if config.dtype_of(name, dtype) == dtype]
             sharers = len(peers) if peers else collectives.world_size()
             own = nvme.to_own_folder(own, swapped, f"teacher_{expert.value}", sharers)
         model = load_sharded(reader, config, dtype, own, device, peers)
         engine, *_ = deepspeed.initialize(model=model.eval(), config=own.for_deepspeed)
-        pace_fetches(called_in_turn(model))
+        pace_fetches(config.called_in_turn(model))
         # the engine's own forward refuses gradients through a frozen model (deepspeed 0.19.8)
         return engine.module
 
@@ -74,7 +73,7 @@ class Engine(Placement):
     def sharers(self, topology: Topology) -> int:
         return topology.ranks_on_node if self.shards == "node" else topology.ranks
 
-    def memory(self, config: TransformerConfig, sharers: int) -> zero_memory.Bytes:
+    def memory(self, config: NetworkConfig, sharers: int) -> zero_memory.Bytes:
         if self.engine.stage == 0:
             return super().memory(config, sharers)
         sizes, home = self.parameter_sizes(config), self.engine.weights_on
@@ -89,7 +88,7 @@ class Engine(Placement):
             else zero_memory.Bytes(kept + parts, transient)
         )
 
-    def behind(self, config: TransformerConfig) -> int:
+    def behind(self, config: NetworkConfig) -> int:
         if self.engine.stage < 3:
             return 0
         return zero_memory.behind_bytes(self.parameter_sizes(config), self.engine, block_of)
@@ -97,8 +96,8 @@ class Engine(Placement):
     def overhead(self) -> int:
         return OVERHEAD if self.engine.stage == 3 else 0
 
-    def fetched(self, config: TransformerConfig, topology: Topology) -> int:
-        whole = sum(numels(config).values()) * self.engine.dtype.itemsize // self.sharers(topology)
+    def fetched(self, config: NetworkConfig, topology: Topology) -> int:
+        whole = sum(config.numels.values()) * self.engine.dtype.itemsize // self.sharers(topology)
         if self.is_on_disk():
             return whole * topology.ranks_on_node
         return whole if self.engine.weights_on == "cpu" and topology.accelerator else 0

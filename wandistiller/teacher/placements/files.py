@@ -10,11 +10,11 @@ from wandistiller.engine.ds_schema import BLOCK
 from wandistiller.engine.topology import Topology
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.experts import Expert
+from wandistiller.network.config import NetworkConfig
+from wandistiller.network.folder import Folder
+from wandistiller.network.weight_reader import WeightReader
 from wandistiller.teacher.disk_blocks import Slots, read_block, read_by_block
 from wandistiller.teacher.placements.streamed import Streamed
-from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.transformer_config import TransformerConfig
-from wandistiller.wan.weight_reader import WeightReader
 
 AHEAD = 2
 """Blocks that are read while another computes."""
@@ -38,7 +38,7 @@ class Files(Streamed):
             problems.append(self.engine.problem(f"{BLOCK}.compile", True, text))
         return problems
 
-    def load_all(self, folder: WanFolder, readers: dict[Expert, WeightReader]) -> dict[Expert, nn.Module]:
+    def load_all(self, folder: Folder, readers: dict[Expert, WeightReader]) -> dict[Expert, nn.Module]:
         """Read every weight once, a node's ranks a part each, for the readers' `faults` and `nonzero`."""
         device, peers = collectives.device(), collectives.node_peers()
         slots, models = Slots(device, AHEAD), {}
@@ -52,11 +52,11 @@ class Files(Streamed):
                 progress.advance()
         return models
 
-    def memory(self, config: TransformerConfig, sharers: int) -> Bytes:
+    def memory(self, config: NetworkConfig, sharers: int) -> Bytes:
         blocks, others = self.split(config)
         return Bytes(device=others, transient=(1 + AHEAD) * max(blocks.values()))
 
-    def fetched(self, config: TransformerConfig, topology: Topology) -> int:
+    def fetched(self, config: NetworkConfig, topology: Topology) -> int:
         return sum(self.split(config)[0].values())
 
     def is_on_disk(self) -> bool:

@@ -8,11 +8,11 @@ from wandistiller.distributed import collectives
 from wandistiller.engine.topology import Topology
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.experts import Expert
+from wandistiller.network.config import NetworkConfig
+from wandistiller.network.folder import Folder
+from wandistiller.network.weight_reader import WeightReader
 from wandistiller.teacher.loading import load_shared
 from wandistiller.teacher.placements.base import Placement
-from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.transformer_config import TransformerConfig
-from wandistiller.wan.weight_reader import WeightReader
 
 
 class HostCpu(Placement):
@@ -20,11 +20,11 @@ class HostCpu(Placement):
 
     on_cpu: ClassVar[bool] = True
 
-    def load(self, folder: WanFolder, expert: Expert, reader: WeightReader) -> nn.Module:
+    def load(self, folder: Folder, expert: Expert, reader: WeightReader) -> nn.Module:
         config, peers = folder.configs[expert], collectives.node_peers()
         return load_shared(reader, config, self.engine.dtype, peers, self.weights)
 
-    def memory(self, config: TransformerConfig, sharers: int) -> Bytes:
+    def memory(self, config: NetworkConfig, sharers: int) -> Bytes:
         return Bytes(node=self.whole_bytes(config))
 
     def is_candidate(self, topology: Topology) -> bool:

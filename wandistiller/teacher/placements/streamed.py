@@ -12,12 +12,12 @@ from wandistiller.engine.topology import Topology
 from wandistiller.engine.zero_memory import Bytes, one_at_a_time, round_up
 from wandistiller.experts import Expert
 from wandistiller.network.block_source import BUFFERS, Buffers
+from wandistiller.network.config import NetworkConfig
+from wandistiller.network.folder import Folder
+from wandistiller.network.names import block_of, is_in_block
+from wandistiller.network.weight_reader import WeightReader
 from wandistiller.teacher.loading import ALIGNED, load_streamed
 from wandistiller.teacher.placements.base import Placement
-from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.structure import block_of, is_in_block
-from wandistiller.wan.transformer_config import TransformerConfig
-from wandistiller.wan.weight_reader import WeightReader
 
 WAITING = 2**30
 """Bytes of hidden states between two blocks, for 33 guided images of 480x832 with a 14B. A video computes for
@@ -37,10 +37,10 @@ class Streamed(Placement):
     sweep_micro_steps: Annotated[int, Field(ge=1)] | None = None
     """Micro-steps that go through the blocks together; left out: all of an update, within WAITING bytes."""
 
-    def load(self, folder: WanFolder, expert: Expert, reader: WeightReader) -> nn.Module:
+    def load(self, folder: Folder, expert: Expert, reader: WeightReader) -> nn.Module:
         return self.load_all(folder, {expert: reader})[expert]
 
-    def load_all(self, folder: WanFolder, readers: dict[Expert, WeightReader]) -> dict[Expert, nn.Module]:
+    def load_all(self, folder: Folder, readers: dict[Expert, WeightReader]) -> dict[Expert, nn.Module]:
         peers, device = collectives.node_peers(), collectives.device()
         largest = max(max(self.split(folder.configs[expert])[0].values()) for expert in readers)
         buffers = Buffers(largest, device)
@@ -60,7 +60,7 @@ class Streamed(Placement):
     def can_work_ahead(self) -> bool:
         return True
 
-    def memory(self, config: TransformerConfig, sharers: int) -> Bytes:
+    def memory(self, config: NetworkConfig, sharers: int) -> Bytes:
         blocks, others = self.split(config)
         return Bytes(device=others, transient=BUFFERS * max(blocks.values()), node=sum(blocks.values()))
 
@@ -68,13 +68,13 @@ class Streamed(Placement):
         both = one_at_a_time(experts)  # the buffers serve each, and stay
         return replace(both, device=both.device + both.transient, transient=0)
 
-    def fetched(self, config: TransformerConfig, topology: Topology) -> int:
+    def fetched(self, config: NetworkConfig, topology: Topology) -> int:
         return sum(self.split(config)[0].values()) if topology.accelerator else 0
 
     def is_candidate(self, topology: Topology) -> bool:
         return topology.accelerator
 
-    def split(self, config: TransformerConfig) -> tuple[Counter[str], int]:
+    def split(self, config: NetworkConfig) -> tuple[Counter[str], int]:
         """Bytes of each block as they lie in a buffer, and of all other parameters."""
         blocks: Counter[str] = Counter()
         others = 0

@@ -13,11 +13,10 @@ from slow_cases import slow_but
 from small_wan import small_transformer
 from torch import Tensor
 
+from wandistiller.network.weight_reader import CHUNK_BYTES, WeightReader
 from wandistiller.utils.files import read_json
 from wandistiller.wan.checks import weight_problems
-from wandistiller.wan.transformer import meta_transformer
 from wandistiller.wan.transformer_config import TransformerConfig
-from wandistiller.wan.weight_reader import CHUNK_BYTES, WeightReader
 
 NAME = "diffusion_pytorch_model.safetensors"
 Spoil = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -87,7 +86,7 @@ def teacher(tmp_path: Path) -> Path:
 
 
 def problems(folder: Path) -> list[str]:
-    return weight_problems(folder, meta_transformer(TransformerConfig.of(read_json(folder / "config.json"))))
+    return weight_problems(folder, (TransformerConfig.of(read_json(folder / "config.json"))).meta())
 
 
 def rewrite(folder: Path, change: Spoil) -> None:

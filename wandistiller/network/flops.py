@@ -1,4 +1,4 @@
-"""Floating-point operations of Wan's transformer, counted by torch on the meta device, which takes no memory.
+"""Floating-point operations of a network, counted by torch on the meta device, which takes no memory.
 
 Matrix products and attention are counted; a multiply-add is two operations.
 """
@@ -11,11 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from wandistiller.engine.activation_checkpointing import CheckpointPolicy
+from wandistiller.network.activation_memory import Latent
+from wandistiller.network.config import NetworkConfig
+from wandistiller.network.names import in_block
 from wandistiller.utils.memoize import once_for_each
-from wandistiller.wan.activation_memory import Latent
-from wandistiller.wan.structure import PARTS, in_block
-from wandistiller.wan.transformer import blank_state, meta_transformer, velocity
-from wandistiller.wan.transformer_config import TransformerConfig
 
 
 class Flops(NamedTuple):
@@ -25,7 +24,7 @@ class Flops(NamedTuple):
     """Of states and weights."""
     attention: int
     parts: dict[str, int]
-    """Operations of all blocks by checkpointed part, named as in `PARTS`; `blocks` are whole blocks."""
+    """Operations of all blocks by checkpointed part, named as in `parts`; `blocks` are whole blocks."""
 
     @property
     def forward(self) -> int:
@@ -47,21 +46,21 @@ class Flops(NamedTuple):
 
 
 @once_for_each
-def count_flops(config: TransformerConfig, latent: Latent) -> Flops:
+def count_flops(config: NetworkConfig, latent: Latent) -> Flops:
     """Count the operations of a forward pass over one sample; one block is traced for all."""
-    model = meta_transformer(config.replaced(num_layers=1)).requires_grad_(False)
-    model.to("meta")  # the rope tables, which `meta_transformer` makes on the CPU
-    state = blank_state(config, latent, device="meta")
+    model = config.replaced(num_layers=1).meta().requires_grad_(False)
+    model.to("meta")  # tables, which `meta` makes on the CPU
+    state = config.blank_state(latent, device="meta")
     # attention as matrix products, as torch 2.13 does not count the CPU's own kernel of it
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        velocity(model, state)
+        config.velocity(model, state)
     by_module: Counter[str] = Counter()
     for module, counts in counter.get_flop_counts().items():
         by_module[module.partition(".")[2]] += sum(counts.values())
     layers, block = config.num_layers, by_module[in_block(0)]
     parts = {
         part: layers * (sum(by_module[in_block(0, name)] for name in names) or block)
-        for part, names in PARTS.items()
+        for part, names in config.parts.items()
     }
     attention = layers * counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
     return Flops(counter.get_total_flops() + (layers - 1) * block - attention, attention, parts)

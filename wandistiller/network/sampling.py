@@ -5,41 +5,18 @@ from functools import cache
 from typing import Any
 
 import torch
-from diffusers import SchedulerMixin
+from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
 from wandistiller.batch import Conditioning, State
 from wandistiller.distributed import collectives
 from wandistiller.experts import expert_at
 from wandistiller.flow import EULER, RENOISE, TRAIN_TIMESTEPS, FewSteps
+from wandistiller.network.folder import Folder
 from wandistiller.utils.logging import heartbeat
-from wandistiller.wan.components import known_config
-from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.schedulers import draws_noise, scheduler_class, shift_key
 
 AT_BOUNDARY = 0.003
 """A noise level as near to the boundary belongs to the low-noise expert: rounding moves levels by 0.002."""
-
-
-def pipeline_config(folder: WanFolder, shift: float) -> dict[str, Any]:
-    """Return the pipeline's own scheduler_config.json with another shift."""
-    config = known_config(folder.path / "scheduler" / "scheduler_config.json")
-    return config | {shift_key(config): shift}
-
-
-def pipeline_scheduler(folder: WanFolder, shift: float) -> SchedulerMixin:
-    """Return the pipeline's own scheduler with another shift."""
-    config = pipeline_config(folder, shift)
-    return scheduler_class(config["_class_name"]).from_config(config)
-
-
-def noise_problems(folder: WanFolder) -> list[str]:
-    """List the problem of a teacher whose samples cannot be repeated: each step adds noise of its own."""
-    if not draws_noise(pipeline_config(folder, folder.shift)):
-        return []
-    remedy = "Write `stochastic_sampling` false, or an `algorithm_type` without sde, for a teacher."
-    where = f"{folder.name}/scheduler/scheduler_config.json"
-    return [f"{where}: this scheduler adds noise of its own in each step, other noise in each run. {remedy}"]
 
 
 def few_step_config(shift: float, steps: int, sampler: str = EULER) -> dict[str, Any]:
@@ -70,24 +47,22 @@ def few_steps(shift: float, steps: int, boundary: float | None, sampler: str = E
     return FewSteps(tuple(sigmas), boundary, sampler)
 
 
-def few_step_scheduler(shift: float, steps: int, sampler: str = EULER) -> SchedulerMixin:
-    return _scheduler(few_step_config(shift, steps, sampler), steps)
-
-
-def _scheduler(config: dict[str, Any], steps: int, device: torch.device | None = None) -> SchedulerMixin:
-    scheduler = scheduler_class(config["_class_name"]).from_config(config)
-    scheduler.set_timesteps(steps, device=device)
+def few_step_scheduler(shift: float, steps: int, sampler: str = EULER) -> FlowMatchEulerDiscreteScheduler:
+    scheduler = FlowMatchEulerDiscreteScheduler.from_config(few_step_config(shift, steps, sampler))
+    scheduler.set_timesteps(steps)
     return scheduler
 
 
-def path_sigmas(folder: WanFolder, shift: float, steps: int) -> list[float]:
+def path_sigmas(folder: Folder, shift: float, steps: int) -> list[float]:
     """Return sigma of a rollout's states, falling from about 1 to 0: before each of its steps, then of x0."""
-    return _scheduler(pipeline_config(folder, shift), steps).sigmas.tolist()
+    scheduler = folder.scheduler(shift)
+    scheduler.set_timesteps(steps)
+    return scheduler.sigmas.tolist()
 
 
 def denoise(
     velocity: Callable[[State], Tensor],
-    folder: WanFolder,
+    folder: Folder,
     shift: float,
     noise_BCFHW: Tensor,
     conditioning: Conditioning,
@@ -128,7 +103,8 @@ def denoise(
             new = conditioning.with_given(new)
             x_t_BCFHW = few.following(call, x_t_BCFHW, predict(sigma, few.boundary), new)
         return conditioning.with_given(x_t_BCFHW), states
-    scheduler = _scheduler(pipeline_config(folder, shift), steps, noise_BCFHW.device)
+    scheduler = folder.scheduler(shift)
+    scheduler.set_timesteps(steps, device=noise_BCFHW.device)
     # UniPC calls the network at whole timesteps but steps between the sigmas themselves (diffusers 0.42.1)
     for t, exact in zip(scheduler.timesteps, scheduler.sigmas.tolist(), strict=False):
         states.append((exact, x_t_BCFHW))

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from slow_cases import slow_but
 
+from wandistiller.network.weight_reader import WeightReader
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import link_or_copy
-from wandistiller.wan.pipeline import open_wan, require_weights
-from wandistiller.wan.weight_reader import WeightReader
+from wandistiller.wan.pipeline import open_wan
 
 WEIGHTS = {
     "transformer": "diffusion_pytorch_model.safetensors",
@@ -30,7 +30,7 @@ GROUPS = pytest.mark.parametrize("names", [READ_FIRST, READ_LATER], ids=["first"
 def refusals(folder: Path) -> list[str]:
     """The messages about the pipeline in `folder`."""
     with pytest.raises(ConfigError) as raised:
-        require_weights(open_wan(str(folder)))
+        open_wan(str(folder)).require_weights()
     return raised.value.problems
 
 
@@ -88,7 +88,7 @@ def change(index: Path, **values: Any) -> None:
 @pytest.mark.parametrize("part", slow_but(["text_encoder"], list(WEIGHTS)))
 def test_an_index_that_names_some_of_the_tensors_in_its_files_is_refused(wan: Path, part: str) -> None:
     index = sharded(wan, part)
-    require_weights(open_wan(str(wan)))
+    open_wan(str(wan)).require_weights()
     stem = WEIGHTS[part].removesuffix(".safetensors")
 
     def error() -> str:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from networks import network_of
 from published_wan import LARGE
 from small_wan import small_transformer
 from states import state
@@ -11,10 +12,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from wandistiller.engine.activation_checkpointing import CheckpointPolicy
-from wandistiller.network.network import Network, Trained
-from wandistiller.wan.flops import count_flops
+from wandistiller.network.flops import count_flops
+from wandistiller.network.network import Trained
 from wandistiller.wan.text_padding import TEXT_TOKENS
-from wandistiller.wan.transformer import usual_config, velocity
+from wandistiller.wan.transformer import velocity
 from wandistiller.wan.transformer_config import TransformerConfig
 
 LATENT = (16, 1, 16, 24)
@@ -28,7 +29,7 @@ def test_a_forward_pass_of_14b_is_the_sum_of_its_matrices_and_attention() -> Non
     cross_attention = 2 * 2 * t * d * d + 2 * 2 * text * d * d + 4 * t * text * d
     ends = 2 * t * d * 4 * (16 + 16) + 2 * text * d * (4096 + d) + 2 * d * (256 + d + 6 * d)
     block = self_attention + cross_attention + 2 * 2 * t * d * f
-    assert count_flops(usual_config(**LARGE), (16, 1, 60, 104)).forward == layers * block + ends
+    assert count_flops(TransformerConfig.usual(**LARGE), (16, 1, 60, 104)).forward == layers * block + ends
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["all", "adapters"])
@@ -37,7 +38,7 @@ def test_a_backward_pass_has_the_operations_that_torch_counts(lora: dict[str, An
     latent = (16, 5, 32, 32)
     model = small_transformer(0, 4, **SIZES).requires_grad_(True)
     c = TransformerConfig.of(model.config)
-    Network(model).prepare(Trained(lora=lora))
+    network_of(model).prepare(Trained(lora=lora))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     share = trained / sum(p.numel() for p in model.parameters())
     x_t_BCFHW, text_BLD = torch.randn(1, *latent), torch.randn(1, TEXT_TOKENS, c.text_dim)

@@ -22,18 +22,19 @@ from slow_cases import slow_but
 from wandistiller.batch import Prediction
 from wandistiller.distributed.sequence_parallel import ImaginedRanks
 from wandistiller.engine.engine_config import EngineConfig
+from wandistiller.network.activation_memory import activation_bytes, call_bytes, compared_bytes
 from wandistiller.network.blocks import Blocks
 from wandistiller.objectives.feature import FeatureMatching
-from wandistiller.wan import activation_memory, text_padding
-from wandistiller.wan.activation_memory import activation_bytes, call_bytes, compared_bytes
+from wandistiller.wan import structure, text_padding
 from wandistiller.wan.context_parallel import share_sequences
+from wandistiller.wan.transformer_config import TransformerConfig
 
 
 @pytest.fixture(autouse=True)
 def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer text tokens than Wan's 512, so that they weigh what they weigh beside a video's tokens."""
-    for module in (activation_memory, text_padding):
-        monkeypatch.setattr(module, "TEXT_TOKENS", TEXT)
+    monkeypatch.setattr(text_padding, "TEXT_TOKENS", TEXT)
+    monkeypatch.setattr(TransformerConfig, "text_tokens", TEXT)
 
 
 PARTS = ("blocks", "attention", "feed_forward")
@@ -64,7 +65,7 @@ def test_checkpoints_keep_the_inputs_of_all_blocks_once(one_rank: torch.device) 
     """Text states (L = 64) and the six modulations of each block, float32, of width 256."""
     engine, layers = student_engine("float32", checkpoint="blocks"), 6
     (model, _), (copying, _) = network(layers, engine), network(layers, engine)
-    Blocks(copying, engine.recompute, copies=True)
+    Blocks(copying, structure.PARTS, engine.recompute, copies=True)
     kept, copied = (peak_bytes(lambda m=m: predict(m).square().mean().backward()) for m in (model, copying))
     assert copied - kept >= (layers - 1) * MICRO * (TEXT + 6) * 256 * 4
 

@@ -1,4 +1,4 @@
-"""Activation memory, traced with fake tensors, which take no memory, through diffusers' own transformer."""
+"""Activation memory, traced with fake tensors, which take no memory, through the network itself."""
 
 import weakref
 from collections.abc import Callable
@@ -15,16 +15,13 @@ from wandistiller.distributed.sequence_parallel import ImaginedRanks
 from wandistiller.engine.activation_checkpointing import SECTION, CheckpointPolicy
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.zero_memory import Bytes
+from wandistiller.network.config import NetworkConfig
+from wandistiller.network.names import set_parameter
 from wandistiller.utils.memoize import once_for_each
-from wandistiller.wan import transformer
-from wandistiller.wan.context_parallel import share_sequences
-from wandistiller.wan.structure import PARTS
-from wandistiller.wan.text_padding import TEXT_TOKENS
-from wandistiller.wan.transformer_config import TransformerConfig
 
 BLOCK, TIME = "block", "time"
 Latent = tuple[int, int, int, int]
-"""(C, F, H, W) of one sample, as in `WanFolder.latent_shape`."""
+"""(C, F, H, W) of one sample, as in `Folder.latent_shape`."""
 
 
 class Live(TorchDispatchMode):
@@ -63,7 +60,7 @@ def storages(tensors: Any) -> list[torch.UntypedStorage]:
 
 
 def activation_bytes(
-    config: TransformerConfig,
+    config: NetworkConfig,
     engine: EngineConfig,
     latent: Latent,
     micro: int,
@@ -91,7 +88,7 @@ def activation_bytes(
     kept = saved["ends"] + layers * saved[BLOCK]
     if policy is None:
         return Bytes(transient=kept)
-    names, number = PARTS[policy.checkpoint] or (BLOCK,), -(-layers // policy.checkpoint_every)
+    names, number = config.parts[policy.checkpoint] or (BLOCK,), -(-layers // policy.checkpoint_every)
     kind = " inputs" if engine.empties_inputs else " own inputs"
     part, inputs = (sum(saved[f"{name}{of}"] for name in names) for of in ("", kind))
     kept -= number * (part - inputs)
@@ -106,7 +103,7 @@ def activation_bytes(
 
 
 def call_bytes(
-    config: TransformerConfig,
+    config: NetworkConfig,
     engine: EngineConfig,
     latent: Latent,
     samples: int,
@@ -157,27 +154,27 @@ def compared_bytes(
 def _for_samples(
     trace: Callable[..., dict[str, int]],
     samples: int,
-    config: TransformerConfig,
+    config: NetworkConfig,
     engine: EngineConfig,
     latent: Latent,
     accelerator: bool,
     sharers: int,
 ) -> dict[str, int]:
     """Extrapolate the bytes of `samples` samples, which grow linearly, from traces of one and of two."""
-    shape = config.replaced(num_layers=1), engine.dtype, latent, TEXT_TOKENS, accelerator, sharers
+    shape = config.replaced(num_layers=1), engine.dtype, latent, config.text_tokens, accelerator, sharers
     one, two = trace(1, *shape), trace(2, *shape)
     return {name: n + (samples - 1) * (two[name] - n) for name, n in one.items()}
 
 
 @once_for_each
-def _saved(samples: int, config: TransformerConfig, dtype: torch.dtype, *shape: Any) -> dict[str, int]:
+def _saved(samples: int, config: NetworkConfig, dtype: torch.dtype, *shape: Any) -> dict[str, int]:
     """Trace the bytes that autograd saves in one block, in its parts and around it, and of their inputs."""
     with FakeTensorMode():
         model, call = _transformer(samples, config, lambda _: dtype, *shape)
         model.requires_grad_(True)
         weights = set(storages(list(model.parameters())))
         block = model.blocks[0]
-        parts = [name for names in PARTS.values() for name in names]
+        parts = [name for names in config.parts.values() for name in names]
         modules = {BLOCK: block} | {name: block.get_submodule(name) for name in parts}
         saved: dict[str, set[torch.UntypedStorage]] = {name: set() for name in ("all", *modules)}
         inside, inputs, shared = ["all"], {}, set()
@@ -213,15 +210,13 @@ def _saved(samples: int, config: TransformerConfig, dtype: torch.dtype, *shape: 
 
 
 @once_for_each
-def _peak(samples: int, config: TransformerConfig, dtype: torch.dtype, *shape: Any) -> dict[str, int]:
+def _peak(samples: int, config: NetworkConfig, dtype: torch.dtype, *shape: Any) -> dict[str, int]:
     """Trace the bytes of a forward pass of a network of one block, at the most and before the block.
 
     Others run one after the other.
     """
     with FakeTensorMode(), torch.no_grad():
-        model, call = _transformer(
-            samples, config, lambda name: transformer.parameter_dtype(name, dtype), *shape
-        )
+        model, call = _transformer(samples, config, lambda name: config.dtype_of(name, dtype), *shape)
         waiting: list[int] = []
         with Live() as live:
             model.blocks[0].register_forward_pre_hook(lambda *_: waiting.append(live.now))
@@ -231,7 +226,7 @@ def _peak(samples: int, config: TransformerConfig, dtype: torch.dtype, *shape: A
 
 def _transformer(
     samples: int,
-    config: TransformerConfig,
+    config: NetworkConfig,
     dtype_of: Callable[[str], torch.dtype],
     latent: Latent,
     text_tokens: int,
@@ -239,15 +234,15 @@ def _transformer(
     sharers: int,
 ) -> tuple[nn.Module, Callable[[], Tensor]]:
     """Make the transformer and a call of it, without memory, to be used in the same FakeTensorMode."""
-    model = transformer.meta_transformer(config)
+    model = config.meta()
     for name, p in list(model.named_parameters()):
-        transformer.set_parameter(model, name, torch.empty(p.shape, dtype=dtype_of(name)))
+        set_parameter(model, name, torch.empty(p.shape, dtype=dtype_of(name)))
     for module in model.modules():
         if accelerator and isinstance(module, nn.RMSNorm):
             module.forward = lambda x, weight=module.weight: _FusedNorm.apply(x, weight)
-    state = transformer.blank_state(config, latent, samples, text_tokens)
-    share_sequences(model, ImaginedRanks(sharers))
-    return model, lambda: transformer.velocity(model, state)
+    state = config.blank_state(latent, samples, text_tokens)
+    config.share_sequences(model, ImaginedRanks(sharers))
+    return model, lambda: config.velocity(model, state)
 
 
 class _FusedNorm(torch.autograd.Function):
