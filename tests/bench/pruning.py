@@ -15,8 +15,11 @@ from wandistiller.config.run_config import read_run_config
 from wandistiller.config.validate import read_job
 from wandistiller.distributed import collectives
 from wandistiller.engine.patches import patch_deepspeed
+from wandistiller.experts import Expert
+from wandistiller.network.network import Network
 from wandistiller.student.calibration import velocity_error
-from wandistiller.student.initialize import start_model
+from wandistiller.student.initialize import start_weights
+from wandistiller.student.slicing import WidthSlicer
 from wandistiller.teacher.base import local_modules, without_guidance
 from wandistiller.tiny.shapes import SEEN
 from wandistiller.training.build_student import calibration_of, plan_pruning
@@ -47,6 +50,10 @@ def job_of(folder: Path, student: dict[str, Any]) -> Job:
     return read_job(read_run_config(quick, {}), 1)
 
 
+def weights_of(job: Job, expert: Expert, cut: WidthSlicer | None) -> Any:
+    return start_weights(job.student, job.student_transformer, job.folder, expert, 0, cut)
+
+
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     patch_deepspeed()
@@ -58,13 +65,13 @@ def main(folder: Path) -> None:
     head("student", "parameters of the teacher's", "relative velocity error", "by sigma")
     unguided = without_guidance(teacher)
     targets = [unguided.velocity(batch) for batch in batches]
-    whole = sum(p.numel() for m in local_modules(unguided).values() for p in m.parameters())
+    whole = sum(p.numel() for m in local_modules(unguided) for p in m.parameters())
     for student in [*SOURCES, *FILES, *TWO]:
         job = job_of(folder, student)
         job, cuts = plan_pruning(job, data, teacher) if job.needs_measuring else (job, {})
         models = {
-            e: start_model(job.student, job.student_transformer, job.folder, e, 0, cuts.get(e)).eval()
-            for e in job.student_experts
+            e: Network.made(job.student_transformer, weights_of(job, e, cuts.get(e))).module.eval()
+            for e in job.networks.student
         }
 
         def predict(batch: Any, models: dict = models) -> Any:

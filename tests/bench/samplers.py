@@ -16,6 +16,7 @@ from wandistiller.batch import Conditioning
 from wandistiller.evaluation.draw_samples import STEPS
 from wandistiller.experts import Expert
 from wandistiller.flow import FewSteps, FlowSchedule
+from wandistiller.network.network import Network
 from wandistiller.teacher.base import LocalTeacher
 from wandistiller.tiny.shapes import HELD_OUT
 from wandistiller.utils.keyed_random import keyed_normal
@@ -36,7 +37,7 @@ def main() -> None:
     pipe.set_progress_bar_config(disable=True)
     prompts = HELD_OUT[:16]
     text_BLD, _ = pipe.encode_prompt(prompts, do_classifier_free_guidance=False, max_sequence_length=512)
-    folder, network = open_wan(args.student), LocalTeacher({Expert.HIGH_NOISE: pipe.transformer})
+    folder, network = open_wan(args.student), LocalTeacher({Expert.HIGH_NOISE: Network(pipe.transformer)})
     noise = keyed_normal((len(prompts), *folder.latent_shape(64, 64, 1)), "bench")
 
     def euler(steps: int) -> Tensor:

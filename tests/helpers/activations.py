@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence_parallel import Ranks
 from wandistiller.engine.engine_config import EngineConfig
-from wandistiller.student.blocks import Blocks
-from wandistiller.student.projections_and_heads import add_projections
+from wandistiller.network.blocks import Blocks
+from wandistiller.network.heads import add_projections
 from wandistiller.wan import text_padding
 from wandistiller.wan.context_parallel import share_sequences
 from wandistiller.wan.transformer import renew_rope, velocity

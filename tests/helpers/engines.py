@@ -6,11 +6,14 @@ from typing import Any
 import torch
 from diffusers import WanTransformer3DModel
 from states import state
+from torch import nn
 
 from wandistiller.batch import Batch
 from wandistiller.engine.ds_config import load, student_engine
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.experts import Expert
+from wandistiller.network.network import Computing, Network
+from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import LocalTeacher
 from wandistiller.utils.keyed_random import keyed_normal
 
@@ -22,8 +25,14 @@ def loaded(folder: Path) -> WanTransformer3DModel:
     return model.requires_grad_(True)
 
 
+def learner_of(module: nn.Module, engine: EngineConfig, **more: Any) -> Learner:
+    """Return a learner of one network, prepared as its JSON says."""
+    network = Network(module).prepare(computing=Computing.of(engine))
+    return Learner({Expert.HIGH_NOISE: network}, engine, **more)
+
+
 def teacher_of(wan1: Path) -> LocalTeacher:
-    return LocalTeacher(dict.fromkeys(Expert, loaded(wan1 / "transformer").eval()))
+    return LocalTeacher(dict.fromkeys(Expert, Network(loaded(wan1 / "transformer").eval())))
 
 
 def batch_for(model: WanTransformer3DModel) -> Batch:

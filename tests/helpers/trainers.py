@@ -13,7 +13,7 @@ from wandistiller.data.conditions import Conditions
 from wandistiller.distributed import collectives
 from wandistiller.teacher.base import Teacher
 from wandistiller.training.build_student import build_others, build_student
-from wandistiller.training.network_builder import NetworkBuilder
+from wandistiller.training.networks import NetworkBuilder
 from wandistiller.training.prepare import guided_teacher, prepare, ranks_of
 from wandistiller.training.trainer import Trainer
 
@@ -38,6 +38,6 @@ def trainer_of(given: dict[str, Any], parts: Parts | None = None) -> Trainer:
     job = job_of(given)
     ranks = ranks_of(job)
     parts = parts or parts_of(job)
-    builder = NetworkBuilder(job, parts[-1])
-    learners = {STUDENT: build_student(builder, ranks)} | build_others(builder, ranks)
+    builder = NetworkBuilder(job, parts[-1], ranks=ranks)
+    learners = {STUDENT: build_student(builder)} | build_others(builder)
     return Trainer(job, *parts, learners)

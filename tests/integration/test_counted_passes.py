@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainers import trainer_of
 
 from wandistiller.planner.time import Passes, passes
-from wandistiller.teacher.base import local_modules, without_guidance
+from wandistiller.teacher.base import local_modules
 
 DMD2 = {"name": "dmd2", "steps": 4, "critic_updates": 5}
 RUNS = {
@@ -53,8 +53,8 @@ def test_a_step_of_dmd2_makes_the_planned_passes_for_each_of_its_samples(
     trainer, counted = trainer_of(recipe(tmp_path, wan1, **given)), Counter()
     job, learners = trainer.job, trainer.learners
     drawn = [next(iter(trainer._read(u, m).values())).exit for u in range(6) for m in range(4)]
-    (teacher,) = set(local_modules(without_guidance(trainer.teacher)).values())
-    networks = {role: network for role, one in learners.items() for network in one.networks.values()}
+    (teacher,) = local_modules(trainer.teacher)
+    networks = {role: network.module for role, one in learners.items() for network in one.networks.values()}
     for name, network in (networks | {"teacher": teacher}).items():
         count(network, counted, name)
     trainer.train_step(0)

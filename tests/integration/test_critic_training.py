@@ -13,8 +13,8 @@ from recipes import recipe, student_engine, train
 from slow_cases import slow_but
 from trainers import trainer_of
 
+from wandistiller.network.heads import PROJECTIONS
 from wandistiller.objectives.dmd2 import CRITIC
-from wandistiller.student.projections_and_heads import PROJECTIONS
 
 STEPS = 4
 DMD2 = {"name": "dmd2", "steps": 2, "critic_updates": 2, "critic_lr": 2e-3}

@@ -18,6 +18,7 @@ from wandistiller.batch import Conditioning
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.evaluation.draw_samples import set_steps
 from wandistiller.experts import Expert
+from wandistiller.network.network import Network
 from wandistiller.teacher.base import LocalTeacher
 from wandistiller.utils.files import read_json
 from wandistiller.utils.keyed_random import keyed_normal
@@ -105,7 +106,7 @@ def test_stock_diffusers_samples_a_student_of_few_steps_as_it_was_trained(few: P
         x_BCFHW = x_BCFHW + (following - sigma) * v_BCFHW
     assert torch.dist(stock, x_BCFHW) < 1e-3 * x_BCFHW.norm()
     given = open_wan(str(few / "student")), 7.0, noise, Conditioning(text_BLD), 40, trained_for
-    ours, _ = denoise(LocalTeacher(networks).velocity, *given)
+    ours, _ = denoise(LocalTeacher({e: Network(m) for e, m in networks.items()}).velocity, *given)
     assert torch.dist(stock, ours) < 1e-5 * ours.norm()
 
 
@@ -118,7 +119,7 @@ def test_stock_diffusers_renoises_a_student_that_is_trained_so(folder: Path, wan
     pipe, text_BLD, stock = by_stock(output, noise)
     torch.manual_seed(5)
     fresh = torch.randn(noise.shape)
-    teacher, shift = LocalTeacher({Expert.HIGH_NOISE: pipe.transformer}), open_wan(str(wan2)).shift
+    teacher, shift = LocalTeacher({Expert.HIGH_NOISE: Network(pipe.transformer)}), open_wan(str(wan2)).shift
     few = few_steps(shift, 2, None, "renoise")
     x1_BCFHW = noise - transformer.velocity(pipe.transformer, state(noise, torch.ones(1), text_BLD))
     x_BCFHW = (1 - few.sigmas[1]) * x1_BCFHW + few.sigmas[1] * fresh

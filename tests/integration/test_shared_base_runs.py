@@ -181,7 +181,7 @@ def test_a_head_start_holds_the_samples_of_no_more_updates_than_a_step(
 
 
 def sources(trainer: Any) -> list[Any]:
-    return [network.block_source for network in trainer.student.networks.values()]
+    return [network.module.block_source for network in trainer.student.networks.values()]
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +226,7 @@ def test_a_critic_from_the_teacher_that_follows_has_its_share_of_the_student_s_c
     student, critic = trainer_of(recipe(folder, wan2, **LORA | more)).learners.values()
     critic.follow(student, 0.25)
     for expert, network in student.networks.items():
-        ours, theirs = changes(critic.networks[expert]), changes(network)
+        ours, theirs = changes(critic.networks[expert].module), changes(network.module)
         assert max(change.abs().max() for change in theirs.values()) > 0
         assert all(torch.equal(ours[layer], change / 4) for layer, change in theirs.items())
 

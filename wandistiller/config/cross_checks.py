@@ -5,6 +5,7 @@ from dataclasses import fields
 
 from wandistiller.batch import PATH, STUDENT
 from wandistiller.checkpoint.resume import CHANGEABLE
+from wandistiller.config.adapter_files import changed_adapters, start_problems
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import RunConfig
 from wandistiller.data.colours import background_problems
@@ -17,9 +18,7 @@ from wandistiller.engine.ds_schema import BLOCK, MUON_RATES, PEAKS
 from wandistiller.engine.nvme import lock_problems, locked_bytes
 from wandistiller.experts import Expert
 from wandistiller.flow import RENOISE, FlowSchedule
-from wandistiller.student.lora import lora_value_problems
-from wandistiller.student.shared_base import other_adapters
-from wandistiller.student.start_places import start_problems
+from wandistiller.network.adapters import lora_value_problems
 from wandistiller.student.trainable import tuning_problems
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.utils.errors import RECIPE, Problem, folder_problems, inside_problems, problem
@@ -48,7 +47,7 @@ def combined_problems(job: Job, world: int, *, here: bool) -> list[str]:
     problems += folder.size_problems(size.height, size.width, size.num_frames)
     problems += objective_problems(job) + sequence_problems(job, world)
     problems += _media_problems(job) + _written_problems(job)
-    problems += other_adapters(job) + shared_base_problems(job) + added_problems(job.folder, job.teacher)
+    problems += changed_adapters(job) + shared_base_problems(job) + added_problems(job.folder, job.teacher)
     problems += _nvme_problems(job, world) if here else []
     projects = bool(problems) or _projects(job)  # of an objective that is checked
     problems += tuning_problems(run, job.student_transformer, job.student_engine, projects=projects)
@@ -175,7 +174,7 @@ def sequence_problems(job: Job, world: int) -> list[str]:
     """List what does not divide by the ranks that share a sequence: ranks, heads, tokens."""
     networks = {} if job.teacher.on_one_rank else {"The teacher": job.folder.config}
     networks["The student"] = job.student_transformer
-    networks |= {f"The {name}": other.transformer for name, other in job.others.items()}
+    networks |= {f"The {role}": row.config for role, row in job.networks.others.items()}
     heads = {name: config.num_attention_heads for name, config in networks.items()}
     sizes = {(s.height, s.width, s.num_frames): 0 for s in (job.size, *job.buckets)}
     sizes = {size: job.folder.tokens(*size) for size in sizes}
@@ -203,7 +202,7 @@ def division_problems(
 def shared_base_problems(job: Job) -> list[str]:
     """List what keeps adapters from learning on weights that arrive block by block, forward and backward."""
     engine = job.student_engine
-    if not (job.shares_base and job.teacher.sweeps) or engine.recompute == CheckpointPolicy():
+    if not (job.networks.share_base and job.teacher.sweeps) or engine.recompute == CheckpointPolicy():
         return []
     why = (
         f"The teacher is {job.teacher.describe()}, and the adapters learn on its weights, of which two or "
@@ -299,7 +298,7 @@ def _profile_problems(run: RunConfig, here: bool) -> list[str]:
 def _nvme_problems(job: Job, world: int) -> list[str]:
     """List folders that cannot be written to, and more locked memory than this user may have."""
     engines = [(job.teacher.engine, job.folder.config), (job.student_engine, job.student_transformer)]
-    engines += [(other.engine, other.transformer) for other in job.others.values()]
+    engines += [(row.engine, row.config) for row in job.networks.others.values()]
     swaps = [engine.offload(target) for engine, _ in engines for target in ("param", "optimizer")]
     folders = dict.fromkeys(swap["nvme_path"] for swap in swaps if swap["device"] == "nvme")
     problems = [p for folder in folders for p in folder_problems("nvme_path", folder)]

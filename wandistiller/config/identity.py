@@ -4,11 +4,11 @@ import dataclasses
 import json
 from typing import Any
 
-from wandistiller.batch import STUDENT
 from wandistiller.checkpoint import resume
 from wandistiller.checkpoint.difference import NAMED
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.checkpoint.loading import ENGINE, network_name, read_state
+from wandistiller.config.adapter_files import start_bases, start_files
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import JSON_FILES, ONLY_FLAGS
 from wandistiller.config.start import Start, read_start, start_after
@@ -18,7 +18,6 @@ from wandistiller.data.media import LETTERBOX
 from wandistiller.data.media_record import RECORD, replaced_media
 from wandistiller.experts import Expert
 from wandistiller.student.config import IMPORTANCE
-from wandistiller.student.start_places import start_bases, start_files
 from wandistiller.teacher.teacher_json import quantized_facts
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import digest, ends_of_files, fingerprint, read_json, write_json
@@ -93,10 +92,10 @@ def data_digest(job: Job) -> str:
     digests of earlier runs stay.
     """
     run, items, more = job.run, job.items, []
-    if job.background != WHITE and items.first(*STILLS, MediaType.GIF):
-        more.append(job.background)
+    if job.reader.background != WHITE and items.first(*STILLS, MediaType.GIF):
+        more.append(job.reader.background)
     if run.fit == LETTERBOX and items.first(*STILLS, MediaType.GIF, MediaType.VIDEO):
-        more += [run.fit, job.background]
+        more += [run.fit, job.reader.background]
     if run.clips_per_video > 1 and items.first(MediaType.GIF, MediaType.VIDEO):
         more.append(f"{run.clips_per_video} clips")
     if job.folder.config.takes_image:
@@ -136,7 +135,7 @@ def provenance(job: Job) -> Facts:
         init=job.start.name if job.start else job.student.init,
         keep_layers=job.student.keep_layers,
         shift=r.shift,
-        experts=[e.value for e in job.student_experts],
+        experts=[e.value for e in job.networks.student],
         boundary=few.boundary if few else job.folder.boundary,
         height=r.height,
         width=r.width,
@@ -151,7 +150,7 @@ def provenance(job: Job) -> Facts:
         objective=str(job.objective),
         max_steps=r.max_steps,
         before=job.start.history if job.start else None,
-        bases=[base.value for base in job.bases.values()] or None,
+        bases=[base.value for base in job.networks.bases.values()] or None,
         trained_expert=only.key if (only := job.objective.trained_expert) else None,
         stands_for=None if job.student.keep_layers == IMPORTANCE else job.stands_for,
         teacher_lora=as_settings(job.folder.added) or None,
@@ -219,9 +218,7 @@ def _media_problems(job: Job) -> list[str]:
 
 def _network_problems(job: Job) -> list[str]:
     """List trained networks that the checkpoint has not, or has in another shape."""
-    networks = {network_name(STUDENT, expert): job.student_transformer for expert in job.trained_experts}
-    for role, other in job.others.items():
-        networks |= {network_name(role, expert): other.transformer for expert in job.trained_experts}
+    networks = {network_name(row.role, row.expert): row.config for row in job.networks.rows if row.learns}
     problems = []
     for name, config in networks.items():
         file = job.resume_from / name / ENGINE

@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
+from wandistiller.config.adapter_files import start_bases, start_files
 from wandistiller.config.job import Job
 from wandistiller.experts import Expert
 from wandistiller.flow import EULER, FewSteps
-from wandistiller.student.start_places import start_bases, start_files
 from wandistiller.utils.errors import RECIPE, Problem
 
 
@@ -37,7 +37,7 @@ def order_problems(stages: list[Job]) -> dict[Problem, str]:
             made = Trained(
                 few, _sampler(job.objective.sampling_steps, few, job.run.shift), f"stage {job.stage}"
             )
-            trained |= dict.fromkeys(job.trained_experts, made)
+            trained |= dict.fromkeys(job.networks.learning, made)
     return problems
 
 
@@ -83,7 +83,7 @@ def _untrained_problem(job: Job, trained: dict[Expert, Trained], after: list[Job
     """Return the problem of a low-noise expert whose samples begin with what nothing has trained."""
     if job.objective.trained_expert is not Expert.LOW_NOISE or Expert.HIGH_NOISE in trained:
         return None
-    later = (one.stage for one in after if one.schedule.few and Expert.HIGH_NOISE in one.trained_experts)
+    later = (one.stage for one in after if one.schedule.few and Expert.HIGH_NOISE in one.networks.learning)
     stage = next(later, "")
     remedy = f"Put stage {stage} before this one" if stage else 'Train that first, by "expert": "high_noise"'
     return _of_objective(

@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 
+from wandistiller.config.adapter_files import start_lines
 from wandistiller.config.identity import tuning
 from wandistiller.config.job import Job
 from wandistiller.data.dataset import MediaType
 from wandistiller.data.lines import NEGATIVE_PROMPT
 from wandistiller.engine.kernels import emulates_bf16
-from wandistiller.student.shared_base import obstacle
-from wandistiller.student.start_places import start_lines
+from wandistiller.objectives.script import TEACHER
 from wandistiller.teacher.teacher_json import quantized_facts
 from wandistiller.wan.added_lora import added_lines
 from wandistiller.wan.transformer import count_parameters
@@ -38,7 +38,7 @@ def summary(job: Job) -> list[str]:
     """Describe the run in a few lines."""
     f, r, layers = job.folder, job.run, job.student_transformer.num_layers
     teacher = sum(count_parameters(c) for c in f.configs.values())
-    student = count_parameters(job.student_transformer) * len(job.student_experts)
+    student = count_parameters(job.student_transformer) * len(job.networks.student)
     b, media = job.batch, (job.items.kinds != MediaType.PROMPT).sum()
     blocks = (f"with {weights} blocks" for weights in quantized_facts(job.teacher).values())
     precision = " ".join([job.teacher.engine.precision, *blocks])
@@ -56,7 +56,7 @@ def summary(job: Job) -> list[str]:
         f"{f.config.num_layers} layers, {job.teacher.describe()}, "
         f"{precision}, {_guidance(job)}",
         *added_lines(f.added, f.configs),
-        f"student   {student / 1e6:.1f}M parameters, {len(job.student_experts)} expert(s) of "
+        f"student   {student / 1e6:.1f}M parameters, {len(job.networks.student)} expert(s) of "
         f"{layers} layers, from {job.student.init}, ZeRO stage {job.student_engine.stage}, "
         f"{job.student_engine.precision}",
         f"data      {media} of {len(job.items)} rows have media, "
@@ -64,7 +64,7 @@ def summary(job: Job) -> list[str]:
         *unused,
         *(f"{key:<9} {in_words(value)}" for key, value in _tuning(job).items()),
         *start_lines(job),
-        *_base(job),
+        *_networks(job),
         f"objective {job.objective}",
         f"batch     {b.total} a step = {b.micro} x {b.accumulation} micro-steps x {b.ranks} {sharing}",
         *(f"setting   {line}" for line in job.student_engine.overridden + job.teacher.engine.overridden),
@@ -97,15 +97,26 @@ def _after_schedule(job: Job) -> list[str]:
     ]
 
 
-def _base(job: Job) -> list[str]:
-    """Say whether the networks of a run of adapters have one copy of the weights beside them."""
-    if not job.run.lora:
-        return []
-    roles = ", ".join(["teacher", "student", *job.others])
-    if job.shares_base:
-        return [f"base      one copy of its weights for {roles}, {job.teacher.describe()}"]
-    why = obstacle(job) if job.bases else "the student is another network than the teacher"
-    return [f"base      a copy each for {roles}, as {why}"]
+def _networks(job: Job) -> list[str]:
+    """Show the run's networks: whose weights each has, what of it learns, and where it is."""
+    networks, rows = job.networks, []
+    for row in networks.rows:
+        name = row.role if len(networks.by_role[row.role]) == 1 else f"{row.role}, {row.expert.key}"
+        learns = f"{row.parameters.trained_numel / 1e6:.1f}M weights learn" if row.learns else "frozen"
+        learns += f", {row.setting.updates} updates a step" if row.setting else ""
+        engine = f"ZeRO stage {row.engine.stage}" if row.learns else ""
+        place = job.teacher.describe() if row.role == TEACHER else engine
+        weights = "its files" if row.role == TEACHER else row.weights
+        rows.append((name, weights, learns, f"{place} {row.engine.precision}".strip()))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    why = networks.copies_because
+    if job.run.lora and not networks.bases:
+        why = "the student is another network than the teacher"
+    lines += [f"copies of the weights for each role, as {why}"] if why else []
+    return [
+        f"{label:<9} {line}" for label, line in zip(["networks", *[""] * len(lines)], lines, strict=False)
+    ]
 
 
 def _guidance(job: Job) -> str:

@@ -17,9 +17,9 @@ from wandistiller.engine.ds_config import load, student_engine
 from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides, fill_auto
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.preflight import config_problems
+from wandistiller.network.adapters import Lora
 from wandistiller.objectives.registry import read_objective
 from wandistiller.student.config import StudentConfig, read_student_config
-from wandistiller.student.lora import Lora
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.teacher.quantized import missing_problems
 from wandistiller.teacher.strategies import strategies

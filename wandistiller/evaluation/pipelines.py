@@ -24,7 +24,7 @@ from wandistiller.evaluation.draw_samples import Sampling, draw, open_pipeline, 
 from wandistiller.evaluation.quantization_error import quantization_error
 from wandistiller.experts import Expert
 from wandistiller.monitoring import memory_usage
-from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, local_modules, without_guidance
+from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, local_modules
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.utils.system_memory import GIB
@@ -151,11 +151,11 @@ class PlacedTeacher:
     def quantization_error(self, x0_BCFHW: Tensor, conditioning: Conditioning, seed: int) -> dict[str, float]:
         """Return the error of its velocities against those of unquantised weights, by band of sigma."""
         given = self._folder, self._placement, self._network, self._guidance
-        with whole_sequences(local_modules(without_guidance(self._network)).values()):  # on single frames
+        with whole_sequences(local_modules(self._network)):  # on single frames
             return quantization_error(*given, x0_BCFHW, conditioning, seed)
 
     def close(self) -> None:
-        release_module_references(local_modules(without_guidance(self._network)).values())
+        release_module_references(local_modules(self._network))
 
 
 def scales(sampling: Sampling) -> dict[Expert, float]:

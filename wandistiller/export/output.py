@@ -80,10 +80,10 @@ def check_ends(stages: list[Job], output: Path) -> None:
     """
     places = [(job, job.output) for job in stages if not job.is_spent]
     for job, place in [*places, (stages[-1], output)]:
-        if job.bases:
-            experts, file = [expert.value for expert in job.student_experts], place / "lora.safetensors"
+        if job.networks.bases:
+            experts, file = [expert.value for expert in job.networks.student], place / "lora.safetensors"
             check_files(file, [per_expert(file, experts, expert) for expert in experts])
-        if not job.is_teachers_lora:
+        if not job.networks.is_teacher_with_adapters(job.folder):
             check_folder(place / "student")
 
 

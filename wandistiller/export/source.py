@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,9 +17,9 @@ from wandistiller.checkpoint.resume import find
 from wandistiller.config.start import stage_folders
 from wandistiller.experts import Expert
 from wandistiller.flow import RENOISE
-from wandistiller.student.lora import Lora, add_lora, is_adapter
-from wandistiller.student.projections_and_heads import PROJECTIONS
-from wandistiller.student.shared_base import BASE_LAYER, hollow_model
+from wandistiller.network.adapters import BASE_LAYER, is_adapter
+from wandistiller.network.heads import PROJECTIONS
+from wandistiller.network.network import Network, Trained, without_memory
 from wandistiller.utils.errors import ConfigError, problem, readable
 from wandistiller.utils.logging import current, set_activity
 from wandistiller.wan import transformer
@@ -76,36 +77,28 @@ class Source(NamedTuple):
     def networks(self, dtype: torch.dtype) -> Iterator[tuple[str, WanTransformer3DModel]]:
         """Yield name and network of each expert, LoRA fused; `dtype` except where diffusers keeps float32."""
         for name in self.experts:
-            yield name, self.finished(name, dtype)
+            yield name, Network.made(self.facts.config, self.finished(name, dtype)).module
 
-    def finished(self, name: str, dtype: torch.dtype) -> WanTransformer3DModel:
-        """One expert, LoRA fused, in `dtype` except where diffusers keeps float32."""
-        return self._fused(name, dtype) if self.facts.lora else self.network(name, dtype)
+    def finished(self, name: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of one expert, LoRA fused, in `dtype` except where diffusers keeps float32.
 
-    def network(self, name: str, dtype: torch.dtype = torch.float32) -> WanTransformer3DModel:
-        """One expert as it was trained, on the CPU, without feature matching's projections; no adapters.
-
-        Each weight is cast as it is read, so that only one is held in another dtype, and copied, so that its
-        file is closed.
+        Each is cast as it is read, so that only one is held in another dtype, and copied, so that its file is
+        closed.
         """
-        model = transformer.meta_transformer(self.facts.config)
-        for parameter, value in self.weights(name):
-            cast = value.to(transformer.parameter_dtype(parameter, dtype), copy=True)
-            transformer.set_parameter(model, parameter, cast)
-        return model
+        for parameter, value in self._fused(name) if self.facts.lora else self.weights(name):
+            yield parameter, value.to(transformer.parameter_dtype(parameter, dtype), copy=True)
 
     def weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and value of each weight of one expert as it was trained, as `network` has them."""
+        """Yield the weights of one expert as it was trained, without feature matching's projections."""
         for parameter, value in loading.read_weights(self.folder, Expert(name), self.facts.averaged):
             if not parameter.startswith(PROJECTIONS):
                 yield parameter, value
 
     def adapters(self, name: str) -> WanTransformer3DModel:
         """One expert with its adapters; its other weights take no memory, and are not its own."""
-        model = hollow_model(self.facts.config)
-        add_lora(model, Lora(**self.facts.lora), seed=0)
-        self.fill_adapters(name, model)
-        return model
+        network = Network.made(self.facts.config, without_memory(self.facts.config))
+        begin = partial(self.fill_adapters, name)
+        return network.prepare(Trained(lora=self.facts.lora), begin).module
 
     def fill_adapters(self, name: str, model: nn.Module) -> None:
         """Copy one expert's adapters into a model with some of the same kind."""
@@ -113,17 +106,15 @@ class Source(NamedTuple):
             if is_adapter(parameter):
                 model.get_parameter(parameter).data.copy_(value)
 
-    def _fused(self, name: str, dtype: torch.dtype) -> WanTransformer3DModel:
-        """Add the adapters to the other weights, one after the other, in float32."""
-        adapters, model = self.adapters(name), transformer.meta_transformer(self.facts.config)
-        layers = {layer: module for layer, module in adapters.named_modules() if hasattr(module, "lora_A")}
-        with torch.no_grad():
-            for parameter, value in self._beside_adapters(name):
-                if (layer := parameter.removesuffix(".weight")) in layers:
+    def _fused(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights with the adapters added, one after the other, in float32."""
+        modules = self.adapters(name).named_modules()
+        layers = {layer: module for layer, module in modules if hasattr(module, "lora_A")}
+        for parameter, value in self._beside_adapters(name):
+            if (layer := parameter.removesuffix(".weight")) in layers:
+                with torch.no_grad():
                     value = value + layers[layer].get_delta_weight("default")
-                cast = value.to(transformer.parameter_dtype(parameter, dtype), copy=True)
-                transformer.set_parameter(model, parameter, cast)
-        return model
+            yield parameter, value
 
     def _beside_adapters(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Yield name and value of all other weights, float32: the teacher's, or the checkpoint's."""
@@ -133,8 +124,8 @@ class Source(NamedTuple):
                     yield parameter.replace(BASE_LAYER, "."), value
             return
         reader = self.base_teacher().reader(self.base(name))
-        for parameter, p in transformer.meta_transformer(self.facts.config).named_parameters():
-            value = torch.empty(p.shape)
+        for parameter, shape in transformer.shapes(self.facts.config).items():
+            value = torch.empty(shape)
             reader.read(parameter, value)
             yield parameter, value
         if reader.faults:

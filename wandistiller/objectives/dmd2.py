@@ -317,13 +317,13 @@ class Dmd2(Term):
         if job.run.buckets:
             text = "`buckets` makes samples of several sizes, and dmd2 draws its own at one size"
             problems.append(f"{text}. Leave `buckets` out.")
-        if self.critic_follows and self.critic_start == "teacher" and not job.bases:
+        if self.critic_follows and self.critic_start == "teacher" and not job.networks.bases:
             problems.append(
                 f"`critic_follows` is {self.critic_follows}: it mixes weights of critic and student, which "
                 "needs a critic of the student's shape and start, or adapters of the teacher. Write "
                 '`critic_start` "student", or leave one of them out.'
             )
-        trains_a_part = job.run.frozen or job.run.lora and not job.bases
+        trains_a_part = job.run.frozen or job.run.lora and not job.networks.bases
         if self.critic_start == "teacher" and trains_a_part:
             parts = "`frozen`, or `lora` on a student that is not the teacher, trains a part of the student"
             whole = '`critic_start` is "teacher", whose critic is trained as a whole'

@@ -16,7 +16,6 @@ from wandistiller.engine.ds_config import load
 from wandistiller.engine.ds_json import DeepSpeedJson
 from wandistiller.planner.machine import Demand, Machine
 from wandistiller.planner.student_memory import optimizer_states
-from wandistiller.planner.student_network import other_network, student_network
 from wandistiller.planner.teacher_memory import added_sizes
 from wandistiller.utils.system_memory import SYSTEM, amount, disk, disk_free
 from wandistiller.wan.components import text_config
@@ -55,21 +54,22 @@ class DiskUse(NamedTuple):
 
 def written(job: Job, *, accelerator: bool) -> DiskUse:
     """Files of `job`; prompts are encoded in bf16 with an accelerator, else in float32."""
-    run, network = job.run, student_network(job)
-    experts, trained = len(job.student_experts), len(job.trained_experts)
+    run, networks = job.run, job.networks
+    network = networks.first.parameters
+    experts, trained = len(networks.student), len(networks.learning)
     each = 4 + optimizer_states(job.student_engine) + (4 if run.ema is not None else 0)
     kept = min(run.max_steps, run.keep_checkpoints + 1)  # `save_minutes` may save any step
     weights = count_parameters(job.student_transformer)
-    student = 0 if job.is_teachers_lora else experts * 2 * weights
-    if job.bases:  # the teacher has the other weights; a LoRA file has what was added to them
-        added, _ = added_sizes(job.folder, tuple(job.bases.values()))
+    student = 0 if networks.is_teacher_with_adapters(job.folder) else experts * 2 * weights
+    if networks.bases:  # the teacher has the other weights; a LoRA file has what was added to them
+        added, _ = added_sizes(job.folder, tuple(networks.bases.values()))
         student += 2 * (experts * network.trained_numel + added)
         student += (experts - trained) * 4 * network.trained_numel
     else:
         student += trained * 4 * network.frozen_numel + (experts - trained) * 4 * weights
     checkpoint = trained * each * network.trained_numel
-    for other in job.others.values():
-        checkpoint += (4 + optimizer_states(other.engine)) * other_network(job, other.role).trained_numel
+    for other in networks.others.values():
+        checkpoint += (4 + optimizer_states(other.engine)) * other.parameters.trained_numel
     files = DiskUse(_cache(job, accelerator), checkpoint, kept, student)
     if not job.previous:
         return files
@@ -89,7 +89,7 @@ def _cache(job: Job, accelerator: bool) -> int:
     prompts = [items[i].prompt for i in range(0, len(items), 1 + len(items) // 1000)]
     tokens = sum(min(TEXT_TOKENS, 1 + len(prompt.encode()) / 4) for prompt in prompts) / len(prompts)
     state = text_config(job.folder.path)["d_model"] * (2 if accelerator else 4)
-    latents = states * x0 if job.needs_latents else 0
+    latents = states * x0 if job.updates_with_latents else 0
     frames = 0
     if (config := job.folder.config).takes_image:  # most of it is what is joined to latents
         frames = used * x0 * (config.joined_channels or 1) / config.out_channels
@@ -119,7 +119,7 @@ def swap_folder(job: Job, shipped: bool = False) -> Path:
         shipped: count the folders of the shipped JSONs too, which the run may come to use.
     """
     jsons: list[DeepSpeedJson] = [job.student_engine, job.teacher.engine]
-    jsons += [other.engine for other in job.others.values()]
+    jsons += [row.engine for row in job.networks.others.values()]
     if shipped or not any(json.on_nvme for json in jsons):
         names = ("student/zero3_nvme", "teacher/zero_inference_nvme")
         jsons += [load(f"ds_configs/{name}.json") for name in names]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from wandistiller.batch import STUDENT, Conditioning, Prediction
 from wandistiller.config.job import Job
+from wandistiller.config.sweeps import branches, rolled_out, swept
 from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.engine.batch_size import BatchSize
 from wandistiller.flow import FlowSchedule
@@ -53,12 +54,12 @@ def passes_asked(job: Job) -> dict[str, Passes]:
             share = updates / len(scripts)
             forward[STUDENT] += share * (one.rolled_out + one.states * previews(job, role, one))
             for name, number in [*one.before.items(), *one.after.items()]:
-                forward[name] += share * number * (job.branches if name == TEACHER else 1)
+                forward[name] += share * number * (branches(job) if name == TEACHER else 1)
             for name, number in one.slopes.items():  # forward, and backward to the input alone
                 forward[name] += share * 2 * number
             forward[role] += share * one.states
             backward[role] += share * one.states
-    return {role: Passes(forward[role], backward[role]) for role in (TEACHER, STUDENT, *job.others)}
+    return {role: Passes(forward[role], backward[role]) for role in (TEACHER, STUDENT, *job.networks.others)}
 
 
 def base_sweeps(job: Job) -> dict[str, float]:
@@ -66,11 +67,11 @@ def base_sweeps(job: Job) -> dict[str, float]:
 
     Empty if they stay there, or if each role has its own.
     """
-    if not (job.shares_base and job.teacher.sweeps):
+    if not (job.networks.share_base and job.teacher.sweeps):
         return {}
     steps, updates = job.batch.accumulation, Counter(job.objective.updates)
     scripts = {role: played_scripts(job, role) for role in updates}
-    together, groups = job.rolled_out, ceil(steps / job.swept)
+    together, groups = rolled_out(job), ceil(steps / swept(job))
     sweeps: Counter[str] = Counter()
     if together > 1:  # as many as the longest
         longest = max(one.rolled_out for of_role in scripts.values() for one in of_role)
@@ -88,7 +89,7 @@ def base_sweeps(job: Job) -> dict[str, float]:
 
 def previews(job: Job, role: str, one: ScriptPasses) -> bool:
     """Return whether the pass that learns is made before without gradient, to know what is asked after it."""
-    return role == STUDENT and bool(one.after) and min(job.swept, job.batch.accumulation) > 1
+    return role == STUDENT and bool(one.after) and min(swept(job), job.batch.accumulation) > 1
 
 
 def played_scripts(job: Job, role: str) -> list[ScriptPasses]:

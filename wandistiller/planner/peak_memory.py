@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from wandistiller.config.job import Job, OtherNetwork
+from wandistiller.config.job import Job
+from wandistiller.config.networks import NetworkPlan
+from wandistiller.config.sweeps import swept
 from wandistiller.engine.activation_checkpointing import SECTION
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.zero_memory import Bytes
@@ -18,7 +20,6 @@ from wandistiller.planner.student_memory import (
     spread_bytes,
     student_parts,
 )
-from wandistiller.planner.student_network import matched_blocks, other_network, student_network
 from wandistiller.planner.teacher_memory import added_parts, hidden_states, sharers_of_a_call, teacher_parts
 from wandistiller.utils.allocators import KEPT
 from wandistiller.utils.images import STILLS, WIDEST, tile_size
@@ -95,7 +96,7 @@ class _Planner:
         """Tokens of a sample that this rank has the teacher's and the student's hidden states of."""
         self.samples = job.batch.micro * len(job.objective.kinds)
         """Samples of one forward pass of the student: the states of all terms."""
-        self.network = student_network(job)
+        self.network = job.networks.first.parameters
         self.base = self._libraries(PROCESS)
 
     def _libraries(self, process: int) -> Parts:
@@ -128,25 +129,27 @@ class _Planner:
         student, gathered, steps = self._student(cast)
         again, starts = self._read_again(), {}
         sampled = self._sampled(steps["student"])
-        for name, other in j.others.items():  # it and the teacher are called beside the student's activations
+        for name, other in j.networks.others.items():
+            # it and the teacher are called beside the student's activations
             kept_of_it, its_steps, slope = self._other(other)
             steps |= its_steps | {"teacher and critic at samples": sampled | call}
             if slope:
                 steps["gradient through the critic"] = sampled | slope
             student |= kept_of_it
-            numel = other_network(j, other.role).trained_numel
+            numel = other.parameters.trained_numel
             starts[f"{name}'s start"] = student | {"its weights in float32": Bytes(host=4 * numel)} | again
         if call and not self.gpu:
             freed = total(call)
             steps["student"] |= {FREED: Bytes(host=min(freed.host + freed.transient, KEPT))}
         numel, weights = numels(j.student_transformer), count_parameters(j.student_transformer)
-        held, each = self.base | kept | student, self.network.trained_numel if j.shares_base else weights
-        start = Bytes(host=4 * each * len(j.student_experts))
+        held, networks = self.base | kept | student, j.networks
+        each = self.network.trained_numel if networks.share_base else weights
+        start = Bytes(host=4 * each * len(networks.student))
         starts = {"start": {"student's weights in float32": start} | again} | starts
         adapters = self.network.trained_numel if j.run.lora else 0
-        stored = adapters if j.is_teachers_lora else weights
+        stored = adapters if j.networks.is_teacher_with_adapters(j.folder) else weights
         exported = Bytes(host=2 * stored + 4 * adapters)
-        written = self.network.trained if j.bases else numel  # the other weights are the teacher's
+        written = self.network.trained if j.networks.bases else numel  # the other weights are the teacher's
         return {
             **({"prepare": self._prepare()} if coding else {}),
             "load": PhasePeak(
@@ -168,9 +171,9 @@ class _Planner:
     def _teachers(self) -> tuple[Parts, Parts]:
         """Memory that the teacher keeps, for others' use too, and of a call; empty without one."""
         j = self.job
-        if not (j.objective.needs_teacher or j.shares_base):
+        if not (j.objective.needs_teacher or j.networks.share_base):
             return {}, {}
-        kept, call = self._teacher(j.batch.micro, j.swept)
+        kept, call = self._teacher(j.batch.micro, swept(j))
         return kept, call if j.objective.needs_teacher else {}
 
     def _added(self, kept: Parts) -> Parts:
@@ -181,8 +184,8 @@ class _Planner:
     def _read_again(self) -> Parts:
         """The same where each rank reads the teacher's weights for its other networks."""
         j = self.job
-        copied = j.bases or j.student.init == "teacher" and not j.start
-        return added_parts(j) if copied and not j.shares_base else {}
+        copied = j.networks.bases or j.student.init == "teacher" and not j.start
+        return added_parts(j) if copied and not j.networks.share_base else {}
 
     def _measuring(self) -> Parts:
         """A call of the teacher on whole samples, to measure it at all patches; there is no student yet."""
@@ -194,7 +197,7 @@ class _Planner:
 
     def _compared(self) -> Parts:
         """Hidden states that are compared, until the student's backward pass."""
-        j, blocks = self.job, len(matched_blocks(self.job))
+        j, blocks = self.job, len(self.job.networks.first.trained.compared)
         items = j.teacher.engine.dtype.itemsize, j.student_engine.dtype.itemsize
         widths = j.folder.config.width, j.student_transformer.width
         n = compared_bytes(blocks, self.tokens, j.batch.micro, self.samples, widths, items, j.student_engine)
@@ -203,7 +206,7 @@ class _Planner:
     def _unpacked(self, engine: EngineConfig) -> Parts:
         """Quantised weights of a shared base as a learning network's passes unpack them."""
         j = self.job
-        if not (j.shares_base and j.teacher.weights):
+        if not (j.networks.share_base and j.teacher.weights):
             return {}
         n = j.teacher.unpacked_with_gradients(j.folder.config, engine.recompute)
         return {"the base's weights, unpacked": Bytes(transient=n)}
@@ -212,13 +215,14 @@ class _Planner:
         """Memory that is kept, weights gathered during any call, and the alternatives of a step."""
         j, engine, ranks = self.job, self.job.student_engine, self.machine.ranks
         ema = j.run.ema is not None
-        experts = len(j.trained_experts)
+        experts = len(j.networks.learning)
         parts = student_parts(self.network, experts, engine, ranks, accelerator=self.gpu, ema=ema)
         saved = self.saved(j.student_transformer, engine, self.samples)
         kept = {f"student's {use}": replace(b, transient=0) for use, b in parts.items()}
         transient = {f"student's {use}, in a step": b.transient for use, b in parts.items() if b.transient}
-        if Expert.HIGH_NOISE in {*j.student_experts} - {*j.trained_experts}:  # the samples begin with it
-            numel = self.network.trained_numel if j.shares_base else count_parameters(j.student_transformer)
+        if Expert.HIGH_NOISE in {*j.networks.student} - {*j.networks.learning}:  # the samples begin with it
+            whole = count_parameters(j.student_transformer)
+            numel = self.network.trained_numel if j.networks.share_base else whole
             kept["student's finished expert"] = Bytes(device=numel * engine.dtype.itemsize)
         step = {use: Bytes(transient=n) for use, n in transient.items()}
         passes = step | {ACTIVATIONS: saved} | self._compared() | self._unpacked(engine)
@@ -230,13 +234,13 @@ class _Planner:
         gathered = {use: b for use, b in step.items() if use == f"student's {GATHERED}, in a step"}
         return kept, gathered, {"student": passes, "optimizer": optimizer}
 
-    def _other(self, other: OtherNetwork) -> tuple[Parts, dict[str, Parts], Parts]:
+    def _other(self, other: NetworkPlan) -> tuple[Parts, dict[str, Parts], Parts]:
         """Memory of a network beside the student: what is kept, alternatives of its updates, its slope's."""
-        j, engine, ranks, name = self.job, other.engine, self.machine.ranks, other.role.name
-        has_heads = other.role.has_heads  # on samples and cached latents
-        network = other_network(j, other.role)
+        j, engine, ranks, name = self.job, other.engine, self.machine.ranks, other.role
+        has_heads = other.trained.has_heads  # on samples and cached latents
+        network = other.parameters
         parts = student_parts(network, 1, engine, ranks, accelerator=self.gpu)
-        saved = self.saved(other.transformer, engine, j.batch.micro * (2 if has_heads else 1))
+        saved = self.saved(other.config, engine, j.batch.micro * (2 if has_heads else 1))
         kept = {f"{name}'s {use}": replace(b, transient=0) for use, b in parts.items()}
         step = {f"{name}'s {use}, in a step": Bytes(transient=b.transient) for use, b in parts.items()}
         optimizer = {f"{name}'s gradients in float32": Bytes(transient=2 * cast_bytes(network, engine))}
@@ -246,18 +250,18 @@ class _Planner:
         passes = step | {f"{name}'s activations": saved} | self._unpacked(engine)
         steps, slope = {name: passes, f"{name}'s optimizer": step | optimizer}, {}
         if has_heads:  # a gradient of their input; checkpoints only of blocks whose weights are replaced
-            swept = j.shares_base and j.teacher.sweeps
-            held = engine.replaced(**{SECTION: {}}) if swept else engine.without_recompute
-            whole = self.saved(other.transformer, held, j.batch.micro)
+            arrive = j.networks.share_base and j.teacher.sweeps
+            held = engine.replaced(**{SECTION: {}}) if arrive else engine.without_recompute
+            whole = self.saved(other.config, held, j.batch.micro)
             slope = {f"{name}'s activations, of a slope": whole} | self._unpacked(held)
         return kept, steps, slope
 
     def _prepare(self) -> PhasePeak:
         """Text encoder, VAE and teacher work one after the other."""
         alternatives, made, j = self._prompts(), self.job.items.made, self.job
-        if j.needs_latents and not made.all() or j.folder.config.takes_image:
+        if j.updates_with_latents and not made.all() or j.folder.config.takes_image:
             alternatives["media"] = self._media()
-        if j.needs_latents and made.any():
+        if j.updates_with_latents and made.any():
             weights, call = self._teacher(self.job.run.prepare_batch)
             alternatives["loading the teacher"] = weights | self._added(weights)
             alternatives["rollouts"] = weights | call

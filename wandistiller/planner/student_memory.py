@@ -16,7 +16,7 @@ from wandistiller.engine.zero_memory import (
     partition_bytes,
     round_up,
 )
-from wandistiller.planner.student_network import Network
+from wandistiller.network.parameters import Parameters
 from wandistiller.utils.allocators import ROUNDED
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.structure import block_of
@@ -29,7 +29,13 @@ AVERAGE = "moving average"
 
 @once_for_each
 def student_parts(
-    network: Network, experts: int, engine: EngineConfig, ranks: int, *, accelerator: bool, ema: bool = False
+    network: Parameters,
+    experts: int,
+    engine: EngineConfig,
+    ranks: int,
+    *,
+    accelerator: bool,
+    ema: bool = False,
 ) -> dict[str, Bytes]:
     """Memory of the student on one rank by name, without activations.
 
@@ -46,7 +52,7 @@ def student_parts(
     return {name: one_at_a_time([part] * experts) for name, part in parts.items()}
 
 
-def cast_bytes(network: Network, engine: EngineConfig) -> int:
+def cast_bytes(network: Parameters, engine: EngineConfig) -> int:
     """Bytes of a float32 copy of all gradients, which stage 0 makes below float32; 0 for other engines.
 
     One at its start and two in a step, by parameter and flat, next to the gradients themselves (deepspeed
@@ -55,13 +61,13 @@ def cast_bytes(network: Network, engine: EngineConfig) -> int:
     return 4 * network.trained_numel if engine.stage == 0 and engine.dtype.itemsize < 4 else 0
 
 
-def bucket_bytes(network: Network, engine: EngineConfig) -> int:
+def bucket_bytes(network: Parameters, engine: EngineConfig) -> int:
     """Bytes for gradients on their way to other ranks, twice where the next are computed meanwhile."""
     at_once = engine.dtype.itemsize * min(network.trained_numel, engine.zero.reduce_bucket_size)
     return at_once * (2 if engine.stage < 3 and engine.zero.overlap_comm else 1)
 
 
-def spread_bytes(network: Network, engine: EngineConfig, ranks: int) -> int:
+def spread_bytes(network: Parameters, engine: EngineConfig, ranks: int) -> int:
     """Bytes that gloo copies while ZeRO-1 and 2 send the updated weights to all ranks (deepspeed 0.19.8).
 
     A rank's part, and the whole before it is cut.
@@ -72,7 +78,7 @@ def spread_bytes(network: Network, engine: EngineConfig, ranks: int) -> int:
     return engine.dtype.itemsize * part * (ranks + 1)
 
 
-def _whole(network: Network, engine: EngineConfig, ranks: int, accelerator: bool) -> dict[str, Bytes]:
+def _whole(network: Parameters, engine: EngineConfig, ranks: int, accelerator: bool) -> dict[str, Bytes]:
     """Memory under stage 0: everything on every rank; below float32 with a copy of the weights."""
     item, numel = engine.dtype.itemsize, network.trained_numel
     masters = ((4 if item < 4 else 0) + optimizer_states(engine)) * numel
@@ -83,7 +89,7 @@ def _whole(network: Network, engine: EngineConfig, ranks: int, accelerator: bool
     }
 
 
-def _flat(network: Network, engine: EngineConfig, ranks: int, accelerator: bool) -> dict[str, Bytes]:
+def _flat(network: Parameters, engine: EngineConfig, ranks: int, accelerator: bool) -> dict[str, Bytes]:
     """Memory under ZeRO-1 and 2: all weights on every rank, of which it updates `part` elements."""
     item, numel, states = engine.dtype.itemsize, network.trained_numel, optimizer_states(engine)
     part, largest = round_up(numel, 2 * ranks) // ranks, item * max(network.trained.values())
@@ -113,7 +119,9 @@ def _flat(network: Network, engine: EngineConfig, ranks: int, accelerator: bool)
     }
 
 
-def _partitioned(network: Network, engine: EngineConfig, ranks: int, accelerator: bool) -> dict[str, Bytes]:
+def _partitioned(
+    network: Parameters, engine: EngineConfig, ranks: int, accelerator: bool
+) -> dict[str, Bytes]:
     """Memory under ZeRO-3: on each rank a partition of `part` elements, updated in groups."""
     item, states, bucket = engine.dtype.itemsize, optimizer_states(engine), bucket_bytes(network, engine)
     trained, frozen = ([ParameterSize(name, numel, item) for name, numel in part.items()] for part in network)

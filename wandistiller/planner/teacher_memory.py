@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from wandistiller.config.job import Job
+from wandistiller.config.sweeps import branches, swept
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.experts import Expert
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.phase_peak import Parts
-from wandistiller.planner.student_network import matched_blocks
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.activation_memory import call_bytes
@@ -55,13 +55,14 @@ def teacher_parts(
     placement, engine, gpu = job.teacher, job.teacher.engine, machine.device_free is not None
     if not placement.memory_known:
         return {}, {}
-    weights = teacher_bytes(job.teachers_folder, placement, placement.sharers(machine.topology))
-    batch = samples * max(1, job.branches // placement.guidance_passes)
+    folder, sharers = job.folder.only(job.networks.teacher), placement.sharers(machine.topology)
+    weights = teacher_bytes(folder, placement, sharers)
+    batch = samples * max(1, branches(job) // placement.guidance_passes)
     on_gpu = gpu and not placement.on_cpu
     how = {"accelerator": on_gpu, "sharers": sharers_of_a_call(job)}
     peak, waiting = call_bytes(job.folder.config, engine, latent, batch, **how)
     activations = peak + (together - 1) * waiting
-    each = [_on_the_way(config, placement) for config in job.teachers_folder.configs.values()]
+    each = [_on_the_way(row.config, placement) for row in job.networks.teacher.values()]
     unpacked, behind = map(max, zip(*each, strict=True))
     activations += unpacked
     pinned = gpu and engine.offload("param").get("pin_memory")
@@ -101,7 +102,7 @@ def added_parts(job: Job, *, once: bool = False) -> Parts:
     """
     if not job.folder.added:
         return {}
-    factors, largest = added_sizes(job.folder, tuple(job.teachers_folder.configs))
+    factors, largest = added_sizes(job.folder, tuple(job.networks.teacher))
     sizes = {"LoRA files added to the teacher": 4 * factors, "a weight and its change": 2 * 4 * largest}
     return {use: Bytes(node=n) if once else Bytes(host=n) for use, n in sizes.items()}
 
@@ -112,10 +113,10 @@ def hidden_states(job: Job, tokens: int) -> Parts:
     Args:
         tokens: of one sample that a rank has them of.
     """
-    if not (blocks := len(matched_blocks(job))):
+    if not (blocks := len(job.networks.first.trained.compared)):
         return {}
     passes = job.teacher.guidance_passes
-    together = 2 // passes if job.branches == 2 else 0
+    together = 2 // passes if branches(job) == 2 else 0
     each = tokens * job.folder.config.width * job.teacher.engine.dtype.itemsize
-    nbytes = blocks * each * job.batch.micro * (1 + together) * job.swept
+    nbytes = blocks * each * job.batch.micro * (1 + together) * swept(job)
     return {"the teacher's hidden states": Bytes(transient=nbytes)}

@@ -15,10 +15,10 @@ from annotated_types import Gt, Lt
 
 from wandistiller.batch import STUDENT
 from wandistiller.config.job import Job
+from wandistiller.config.sweeps import branches, swept
 from wandistiller.objectives.script import TEACHER
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.passes import Passes, base_sweeps, passes_asked
-from wandistiller.planner.student_network import network_of, other_shape, student_shape
 from wandistiller.planner.teacher_memory import sharers_of_a_call
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.system_memory import GIB
@@ -106,7 +106,7 @@ def passes(job: Job) -> dict[str, Passes]:
 
 def _recomputed(job: Job, role: str) -> float:
     config, engine = _network(job, role)[0], job.student_engine
-    engine = engine if role == STUDENT else job.others[role].engine
+    engine = engine if role == STUDENT else job.networks.others[role].engine
     return _mean(job, config, lambda flops: flops.recomputed(engine.recompute))
 
 
@@ -114,9 +114,9 @@ def _network(job: Job, role: str) -> tuple[TransformerConfig, float]:
     """Return the architecture of a network, and the share of its weights that learn."""
     if role == TEACHER:
         return job.folder.config, 0.0
-    shape = student_shape(job) if role == STUDENT else other_shape(job, job.others[role].role)
-    network = network_of(*shape)
-    return shape[0], network.trained_numel / (network.trained_numel + network.frozen_numel)
+    row = job.networks.first if role == STUDENT else job.networks.others[role]
+    parameters = row.all_parameters
+    return row.config, parameters.trained_numel / (parameters.trained_numel + parameters.frozen_numel)
 
 
 class Times:
@@ -145,15 +145,15 @@ class Times:
     def moving(self) -> float:
         """Seconds of a step in which weights of the teacher come from CPU memory or a disk."""
         j = self.job
-        if j.shares_base:
+        if j.networks.share_base:
             return sum(base_sweeps(j).values()) * self._fetching()
-        calls = passes(j)[TEACHER].forward / j.branches
-        return calls * ceil(j.batch.accumulation / j.swept) * self._passes() * self._fetching()
+        calls = passes(j)[TEACHER].forward / branches(j)
+        return calls * ceil(j.batch.accumulation / swept(j)) * self._passes() * self._fetching()
 
     def step(self) -> float:
         """Seconds of a step; what uses the teacher's weights computes while the next of them come."""
         computing = self.computing()
-        meanwhile = sum(computing.values()) if self.job.shares_base else computing[TEACHER]
+        meanwhile = sum(computing.values()) if self.job.networks.share_base else computing[TEACHER]
         return sum(computing.values()) + max(0.0, self.moving() - meanwhile)
 
     def warm_up(self) -> float:
@@ -172,7 +172,7 @@ class Times:
         """Seconds of the teacher's rollouts, without those that the stages before have made."""
         j, at_once = self.job, self.job.run.prepare_batch
         before = max(map(rollouts_of, _with_same_rollouts(j)), default=0)
-        computing = j.branches * self.call(TEACHER, at_once)
+        computing = branches(j) * self.call(TEACHER, at_once)
         call = max(computing, self._passes() * self._fetching()) / at_once
         return max(0, rollouts_of(j) - before) / j.batch.ranks * j.run.rollout_steps * call
 
@@ -192,7 +192,7 @@ class Times:
 
     def _passes(self) -> int:
         """Passes of the teacher's weights in a guided call."""
-        return min(self.job.teacher.guidance_passes, self.job.branches)
+        return min(self.job.teacher.guidance_passes, branches(self.job))
 
     def _fetching(self) -> float:
         """Seconds in which the teacher's weights come once."""

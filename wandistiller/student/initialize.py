@@ -1,7 +1,9 @@
 """The student's initial weights: the teacher's, cut where it is narrower; random; or those of a folder."""
 
+from collections.abc import Iterator
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from wandistiller.distributed import collectives
 from wandistiller.experts import Expert
@@ -34,15 +36,15 @@ class _Weights:
         return values[0] if len(values) == 1 else torch.stack(values).mean(0)
 
 
-def start_model(
+def start_weights(
     student: StudentConfig,
     config: TransformerConfig,
     folder: WanFolder,
     expert: Expert,
     seed: int,
     cuts: WidthSlicer | None = None,
-) -> nn.Module:
-    """Make the student's network before training, float32 on the CPU, equal on every rank.
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a new student's network, float32 on the CPU, equal on every rank. Collective.
 
     Args:
         cuts: result of `plan_cuts`, for a student that is narrower than the teacher it starts from.
@@ -52,29 +54,27 @@ def start_model(
     if student.init == "random":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return transformer.new_network(config)
+            yield from transformer.new_network(config).named_parameters()
+        return
     copied = student.init == "teacher"
     layers = kept_layers(student, config, folder) if copied else list(range(config.num_layers))
-    model, weights = transformer.meta_transformer(config), _Weights(student, folder, expert)
-    cuts = cuts or WidthSlicer()
-    for name, module in list(model.named_modules()):
+    weights, cuts = _Weights(student, folder, expert), cuts or WidthSlicer()
+    for name, module in transformer.meta_transformer(config).named_modules():
         number, inside = split_name(name)
         source = name if number is None else in_block(layers[number], inside)
         leaves = [leaf for leaf, _ in module.named_parameters(recurse=False)]
         values = {leaf: weights.read(f"{source}.{leaf}".strip(".")) for leaf in leaves}
         for leaf, value in cuts.cut(source, values).items():
-            transformer.set_parameter(module, leaf, value.contiguous())  # DeepSpeed views parameters as bytes
+            # contiguous, as DeepSpeed views parameters as bytes
+            yield f"{name}.{leaf}".strip("."), value.contiguous()
     if problems := collectives.gather_problems([p for reader in weights.readers for p in reader.faults]):
         raise ConfigError(*problems)
-    return model.requires_grad_(True)
 
 
-def blank_model(config: TransformerConfig) -> nn.Module:
-    """Make a network of zeros, float32 on the CPU, to be filled from a checkpoint."""
-    model = transformer.meta_transformer(config)
-    zeros = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
-    model.load_state_dict(zeros, assign=True)
-    return model.requires_grad_(True)
+def copied_weights(folder: WanFolder, expert: Expert) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of one of the teacher's networks, as `start_weights`. Collective."""
+    whole = StudentConfig(experts="two" if folder.boundary is not None else "one")
+    yield from start_weights(whole, folder.configs[expert], folder, expert, 0)
 
 
 def plan_cuts(

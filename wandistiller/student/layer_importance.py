@@ -71,8 +71,7 @@ def blocks_left(layers: int, keep: int) -> list[int]:
 @contextmanager
 def _skipped(teacher: Teacher, blocks: set[int]) -> Iterator[None]:
     """Let hidden states pass these blocks unchanged. What places or fetches weights are hooks, which stay."""
-    networks = set(local_modules(teacher).values())
-    skipped = [network.blocks[number] for network in networks for number in blocks]
+    skipped = [network.blocks[number] for network in local_modules(teacher) for number in blocks]
     before = [vars(block).get("forward") for block in skipped]  # compiled blocks have one of their own
     for block in skipped:
         block.forward = _pass_by

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import deepspeed
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 
 from wandistiller.batch import STUDENT, Prediction, State, concat_batches, split_prediction
 from wandistiller.distributed import collectives
-from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.engine import nvme
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.fetch_pace import pace_fetches
@@ -31,15 +29,10 @@ from wandistiller.engine.workarounds import (
     without_empty_buckets,
 )
 from wandistiller.experts import Expert
-from wandistiller.student.blocks import Blocks
+from wandistiller.network.network import Network
 from wandistiller.student.ema import Ema
-from wandistiller.student.projections_and_heads import of_made_patches
-from wandistiller.student.shared_base import whole_network
 from wandistiller.student.trainable import parameter_groups
 from wandistiller.wan import transformer
-from wandistiller.wan.context_parallel import share_sequences
-from wandistiller.wan.text_padding import merge_text_padding
-from wandistiller.wan.transformer import use_kernels
 
 
 class Learner:
@@ -47,51 +40,39 @@ class Learner:
 
     def __init__(
         self,
-        models: dict[Expert, nn.Module],
+        networks: dict[Expert, Network],
         config: EngineConfig,
         *,
         learning_rates: dict[str, float] | None = None,
         ema: float | None = None,
         ema_start: int = 0,
         role: str = STUDENT,
-        frozen: dict[Expert, nn.Module] | None = None,
-        merges_padding: bool = False,
-        ranks: Ranks = ALONE,
+        frozen: dict[Expert, Network] | None = None,
     ):
-        """Put each model into an engine. Collective.
+        """Put each network, prepared by `Network.prepare`, into an engine. Collective.
 
         Args:
-            models: from `set_trainable`, or `on_base`.
             learning_rates: factors by part, as in `parameter_patterns.factor`.
             ema: decay of the average of the weights, which begins after `ema_start` steps.
             role: only the student has the run's monitors.
             frozen: networks of other experts, which do not learn, on the device that they compute on.
-            merges_padding: compute cross-attention to a prompt's padding once.
         """
         # DeepSpeed multiplies the batch up itself, from ranks, of which several may share a sample
         config = config.without("train_batch_size")
-        policy, copies, kernels = config.recompute, config.empties_inputs, config.kernels
-        if policy:  # global to the process
+        if config.recompute:  # global to the process
             deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=config.for_deepspeed)
-        rates, self._frozen, self.ranks = learning_rates or {}, frozen or {}, ranks
-        self._has_heads = role != STUDENT  # whose blocks have projections
-        self.networks = {expert: whole_network(model) for expert, model in models.items()}
-        for model in self.all_networks:
-            if merges_padding:
-                merge_text_padding(model)
-            share_sequences(model, ranks)
-            use_kernels(model, kernels)
-        self._blocks = {e: Blocks(network, policy, copies=copies) for e, network in self.networks.items()}
+        self.networks, self._frozen = networks, frozen or {}
+        self.ranks = next(iter(networks.values())).ranks
         self.engines = {}
-        for expert, model in models.items():  # the first engine of the student has the run's monitors
-            monitored = role == STUDENT and not self.engines
-            own = config if monitored else without_monitors(config)
-            self.engines[expert] = _engine(model, own, rates, f"{role}_{expert.value}")
+        for expert, network in networks.items():  # the first engine of the student has the run's monitors
+            is_monitored = role == STUDENT and not self.engines
+            json = config if is_monitored else without_monitors(config)
+            self.engines[expert] = _engine(network, json, learning_rates or {}, f"{role}_{expert.value}")
         self.monitors, *_ = map(Monitors, self.engines.values())
         self.trained = {expert: MasterWeights(engine) for expert, engine in self.engines.items()}
         first, *_ = self.engines.values()
         self._uncounted = {e: uncounted(engine, engine.module) for e, engine in self.engines.items()}
-        self._uncounted |= {e: uncounted(first, network) for e, network in self._frozen.items()}
+        self._uncounted |= {e: uncounted(first, network.module) for e, network in self._frozen.items()}
         self._hook_optimizers()
         averaged = {} if ema is None else self.trained
         self._lr, self._may_lower_scale = 0.0, False
@@ -106,12 +87,9 @@ class Learner:
 
     @property
     def blocks(self) -> list[nn.Module]:
-        return [block for network in self.all_networks for block in network.blocks]
-
-    @property
-    def all_networks(self) -> list[nn.Module]:
-        """Those that learn and those that do not."""
-        return [*self.networks.values(), *self._frozen.values()]
+        """Those of the networks that learn and of those that do not."""
+        networks = [*self.networks.values(), *self._frozen.values()]
+        return [block for network in networks for block in network.blocks]
 
     def engine(self, expert: Expert) -> Any:
         """Return the engine that trains on batches of `expert`; where one is trained there is only one."""
@@ -201,42 +179,27 @@ class Learner:
 
     def slope(self, batch: State, value: Callable[[Prediction], Tensor]) -> Tensor:
         """Return the gradient in x_t_BCFHW of a number computed from the prediction; no weight gets one."""
-        x_t_BCFHW = batch.x_t_BCFHW.detach().requires_grad_()
         expert = self._trained_for(batch.expert)
-        with torch.enable_grad(), self._blocks[expert].stored():
-            given = replace(batch, x_t_BCFHW=x_t_BCFHW)
-            v_BCFHW = transformer.velocity(self.networks[expert], given, self._uncounted[expert])
-            prediction = self._prediction(v_BCFHW, batch, expert)
-            slope_BCFHW, *_ = torch.autograd.grad(value(prediction), x_t_BCFHW)
-        return self.ranks.mean(slope_BCFHW)
+        return self.networks[expert].slope(batch, value, self._uncounted[expert])
 
     def forward(self, batch: State) -> Prediction:
         """Return the velocity and, with gradients on, the projected hidden states of matched blocks."""
         if batch.expert in self._frozen:
-            frozen, call = self._frozen[batch.expert], self._uncounted[batch.expert]
             with torch.no_grad():
-                return Prediction(transformer.velocity(frozen, batch, call))
+                return self._frozen[batch.expert].predict(batch, self._uncounted[batch.expert])
         expert = self._trained_for(batch.expert)
         # ZeRO-3 counts micro-steps in the engine's forward; without it only the last gradient stays (0.19.8)
         call = self.engines[expert] if torch.is_grad_enabled() else self._uncounted[expert]
-        v_BCFHW = transformer.velocity(self.networks[expert], batch, call)
-        return self._prediction(v_BCFHW, batch, expert)
-
-    def _prediction(self, v_BCFHW: Tensor, batch: State, expert: Expert) -> Prediction:
-        """Return the prediction of the expert's last forward pass, with what its blocks kept in it."""
-        blocks = self._blocks[expert]
-        features, blocks.features = blocks.features, {}
-        if self._has_heads:
-            features = of_made_patches(features, batch, self.ranks)
-        return Prediction(v_BCFHW, features, self.ranks.mean)
+        return self.networks[expert].predict(batch, call)
 
 
 def _engine(
-    model: nn.Module,
+    network: Network,
     config: EngineConfig,
     learning_rates: dict[str, float],
     name: str,
 ) -> Any:
+    model = network.trained
     groups, config = parameter_groups(model, learning_rates, with_fused_adam(config))
     config = without_empty_buckets(config, sum(p.numel() for p in model.parameters() if p.requires_grad))
     if config.on_nvme:
@@ -249,9 +212,8 @@ def _engine(
         )
     skip_nonfinite_steps(engine)
     leave_out_reduction_of_one_rank(engine)
-    network = whole_network(model)
     if config.stage == 3:
-        pace_fetches(transformer.called_in_turn(network))
-    if network is model:  # data_types.buffer_dtype would have cast its tables
+        pace_fetches(transformer.called_in_turn(network.module))
+    if network.module is model:  # data_types.buffer_dtype would have cast its tables
         transformer.renew_rope(model, collectives.device())
     return engine

@@ -1,13 +1,12 @@
 """The student's trained weights: frozen parts, learning-rate factors, or adapters alone."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from wandistiller.engine.engine_config import EngineConfig
-from wandistiller.student.lora import Lora, add_lora, linear_layers, lora_problems
-from wandistiller.student.projections_and_heads import PROJECTIONS, add_projections
+from wandistiller.network.adapters import Lora, linear_layers, lora_problems
+from wandistiller.network.heads import PROJECTIONS
 from wandistiller.utils.errors import RECIPE, Problem, problem
 from wandistiller.utils.parameter_patterns import any_names, factor, names_part, unknown_parts
 from wandistiller.wan import transformer
@@ -91,30 +90,6 @@ def _ema_problems(run: Any, engine: EngineConfig) -> list[str]:
         )
         problems.append(problem("recipe", "ema", run.ema, remedy))
     return problems
-
-
-def set_trainable(
-    model: nn.Module,
-    frozen: list[str] | None,
-    lora: dict[str, Any] | None,
-    seed: int,
-    matched: Sequence[int] = (),
-    teacher_width: int = 0,
-) -> None:
-    """Enable gradients of what the recipe trains: all but the frozen parts, or the adapters alone.
-
-    Args:
-        matched: blocks whose hidden states are compared with the teacher's, of `teacher_width`; each gets a
-            projection, which is trained too.
-    """
-    if lora is not None:
-        add_lora(model, Lora(**lora), seed)
-    for name, parameter in model.named_parameters():
-        # peft froze the projections too
-        trained = parameter.requires_grad or name.startswith(PROJECTIONS)
-        parameter.requires_grad_(trained and not any_names(frozen or (), name))
-    if matched:
-        add_projections(model, matched, teacher_width)
 
 
 def parameter_groups(

@@ -12,8 +12,8 @@ from wandistiller.batch import Prediction, State, concat_batches, split_predicti
 from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.experts import Expert
-from wandistiller.teacher.sweep import block_by_block, in_turn, only_here
-from wandistiller.wan import transformer
+from wandistiller.network.network import Network
+from wandistiller.network.sweep import block_by_block, in_turn, only_here
 from wandistiller.wan.text_padding import padded
 
 
@@ -38,10 +38,10 @@ class Teacher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LocalTeacher(Teacher):
-    """One module per expert; an engine's module is just a module."""
+    """One network per expert, on this rank."""
 
-    experts: dict[Expert, nn.Module]
-    """The module of each expert; both name the same one in a teacher with one expert."""
+    experts: dict[Expert, Network]
+    """The network of each expert; both name the same one in a teacher with one expert."""
     device: torch.device | None = None
     """Device that inputs are moved to and outputs back from; None: the inputs' own."""
     sweeps: bool = False
@@ -50,25 +50,25 @@ class LocalTeacher(Teacher):
     @torch.no_grad()
     def predict_all(self, batches: Sequence[State], blocks: tuple[int, ...]) -> list[Prediction]:
         run, made = block_by_block if self.sweeps else in_turn, {}
-        for model in dict.fromkeys(self.experts.values()):
-            own = {i: b for i, b in enumerate(batches) if self.experts[b.expert] is model}
+        for network in dict.fromkeys(self.experts.values()):
+            own = {i: b for i, b in enumerate(batches) if self.experts[b.expert] is network}
             if own:
-                calls = [partial(self._predict, model, batch, blocks) for batch in own.values()]
-                made |= zip(own, run(model.blocks, calls), strict=True)
+                calls = [partial(self._predict, network, batch, blocks) for batch in own.values()]
+                made |= zip(own, run(network.blocks, calls), strict=True)
         return [made[i] for i in range(len(batches))]
 
-    def _predict(self, model: nn.Module, batch: State, blocks: tuple[int, ...]) -> Prediction:
+    def _predict(self, network: Network, batch: State, blocks: tuple[int, ...]) -> Prediction:
         home = batch.x_t_BCFHW.device
         there = batch.with_tensors([t.to(self.device or home) for t in batch.tensors()])
         features: dict[int, Tensor] = {}
         hooks = [
-            model.blocks[k].register_forward_hook(
+            network.blocks[k].register_forward_hook(
                 only_here(lambda *args, k=k: features.update({k: args[-1].to(home)}))
             )
             for k in blocks
         ]
         try:
-            return Prediction(transformer.velocity(model, there).to(home), features)
+            return Prediction(network.velocity(there).to(home), features)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -167,13 +167,19 @@ def without_guidance(teacher: Teacher) -> Teacher:
     return teacher
 
 
-def local_modules(teacher: Teacher) -> dict[Expert, nn.Module]:
-    """The modules of a teacher without guidance that are on this rank; none where another rank owns them."""
+def local_networks(teacher: Teacher) -> dict[Expert, Network]:
+    """The networks of a teacher without guidance that are on this rank; none where another rank owns them."""
     if isinstance(teacher, OwnerTeacher):
-        return local_modules(teacher.inner) if teacher.inner else {}
+        return local_networks(teacher.inner) if teacher.inner else {}
     return teacher.experts if isinstance(teacher, LocalTeacher) else {}
 
 
 def owner_rank(teacher: Teacher) -> int:
     """A rank that has the teacher's modules, the same on all ranks. Collective."""
     return collectives.broadcast_object(teacher.owner) if isinstance(teacher, OwnerTeacher) else 0
+
+
+def local_modules(teacher: Teacher) -> list[nn.Module]:
+    """The modules on this rank of any teacher, each once."""
+    networks = local_networks(without_guidance(teacher)).values()
+    return [network.module for network in dict.fromkeys(networks)]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from wandistiller.teacher.block_source import BlockSource
+from wandistiller.network.block_source import BlockSource
 
 BUFFERS = 2
 """One for the block that is computed, one for the next, which arrives meanwhile."""

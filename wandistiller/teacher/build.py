@@ -11,14 +11,12 @@ from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.distributed.shutdown import Stopped
 from wandistiller.experts import Expert
+from wandistiller.network.network import Computing, Network
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, OwnerTeacher, Teacher
 from wandistiller.teacher.disk_blocks import Slots, read_by_block
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.utils.errors import ConfigError
-from wandistiller.wan.context_parallel import share_sequences
 from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.text_padding import merge_text_padding
-from wandistiller.wan.transformer import use_kernels
 from wandistiller.wan.weight_reader import WeightReader, zero_problems
 
 
@@ -46,9 +44,9 @@ def build_teacher(
     owner = placement.owner(peers)
     here = owner is None or collectives.rank() == owner
     readers = {expert: folder.reader(expert) for expert in folder.configs} if here else {}
-    experts = {}
+    modules = {}
     with suppress(Stopped) if owner is not None else nullcontext():  # raised on all ranks below
-        experts = placement.load_all(folder, readers) if here else {}
+        modules = placement.load_all(folder, readers) if here else {}
     if owner is not None:
         collectives.raise_if_stop_requested("while the teacher was loaded")
     problems = collectives.gather_problems([p for reader in readers.values() for p in reader.faults])
@@ -57,7 +55,7 @@ def build_teacher(
     teacher = None
     if here:
         own = ranks if owner is None else ALONE
-        teacher = _around(experts, placement, guidance, placement.sweeps, merges_padding, own)
+        teacher = _around(modules, placement, guidance, placement.sweeps, merges_padding, own)
     return teacher if owner is None else OwnerTeacher(teacher, owner, peers, ranks)
 
 
@@ -85,29 +83,25 @@ def unquantized_teacher(
     placement, dtype = replace(placement, compile=False), placement.engine.dtype
     device = _device(placement)
     readers = {expert: folder.reader(expert) for expert in folder.configs}
-    experts = {
+    modules = {
         expert: read_by_block(reader, folder.configs[expert], dtype, device, Slots(device))
         for expert, reader in readers.items()
     }
-    return _around(experts, placement, guidance, True, merges_padding, ALONE), [*readers.values()]
+    return _around(modules, placement, guidance, True, merges_padding, ALONE), [*readers.values()]
 
 
 def _around(
-    experts: dict[Expert, nn.Module],
+    modules: dict[Expert, nn.Module],
     placement: Placement,
     guidance: Guidance | None,
     sweeps: bool,
     merges_padding: bool,
     ranks: Ranks,
 ) -> Teacher:
-    for model in experts.values():
-        if merges_padding:
-            merge_text_padding(model)
-        share_sequences(model, ranks)
-        use_kernels(model, placement)
-    one, *_ = experts.values()
-    of_expert = {e: experts.get(e, one).eval() for e in Expert}
-    teacher = LocalTeacher(of_expert, _device(placement), sweeps=sweeps)
+    computing = Computing(merges_padding=merges_padding, ranks=ranks, kernels=placement)
+    networks = {e: Network(module.eval()).prepare(computing=computing) for e, module in modules.items()}
+    one, *_ = networks.values()
+    teacher = LocalTeacher({e: networks.get(e, one) for e in Expert}, _device(placement), sweeps=sweeps)
     if not guidance:
         return teacher
     # its text stays where the batches are, instead of going there at each call

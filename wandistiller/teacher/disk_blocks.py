@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from wandistiller.distributed.device import make_current
-from wandistiller.teacher.block_source import BlockSource
+from wandistiller.network.block_source import BlockSource
 from wandistiller.teacher.stored_weights import parameters_of
 from wandistiller.utils.errors import ConfigError
 from wandistiller.wan.structure import in_block, split_name

@@ -13,6 +13,7 @@ from wandistiller.batch import STUDENT, Batch
 from wandistiller.checkpoint import checkpointer, loading
 from wandistiller.config.identity import write_resolved
 from wandistiller.config.job import Job
+from wandistiller.config.networks import copied_experts
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.measured import Measured, batches_digest
 from wandistiller.distributed import collectives
@@ -21,6 +22,8 @@ from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.engine.monitors import name_run
 from wandistiller.experts import Expert
 from wandistiller.flow import band_name
+from wandistiller.network.adapters import is_adapter
+from wandistiller.network.network import Network
 from wandistiller.student.calibration import (
     BANDS,
     MOST,
@@ -31,28 +34,22 @@ from wandistiller.student.calibration import (
 )
 from wandistiller.student.config import (
     IMPORTANCE,
-    StudentConfig,
     kept_layers,
     source_experts,
     teacher_block_of,
 )
-from wandistiller.student.initialize import blank_model, plan_cuts, start_model
+from wandistiller.student.initialize import plan_cuts
 from wandistiller.student.layer_importance import importance, write_importance
 from wandistiller.student.learner import Learner
-from wandistiller.student.lora import is_adapter
-from wandistiller.student.projections_and_heads import add_heads
-from wandistiller.student.shared_base import begins_as_teacher, whole_network
 from wandistiller.student.slicing import WidthSlicer
-from wandistiller.student.trainable import set_trainable
-from wandistiller.teacher.base import Teacher, local_modules, owner_rank, without_guidance
-from wandistiller.training.network_builder import NetworkBuilder
+from wandistiller.teacher.base import Teacher, local_networks, owner_rank, without_guidance
+from wandistiller.training.networks import NetworkBuilder
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import digest, write_json
 from wandistiller.utils.logging import set_activity
 from wandistiller.wan import transformer
 from wandistiller.wan.context_parallel import whole_sequences
 from wandistiller.wan.transformer import count_parameters
-from wandistiller.wan.transformer_config import TransformerConfig
 
 SHARE_AT_START, FEWEST_AT_START = 0.01, 4
 """Share of a run's samples on which the error before training is measured, and the fewest that are.
@@ -68,102 +65,61 @@ def initial_learners(
     if ranks.degree != job.run.context_parallel:
         raise ValueError("ranks that share samples are made by `ranks_of`, once, and handed on")
     if job.resume_from:
-        builder = NetworkBuilder(job, teacher)
-        return job, {STUDENT: build_student(builder, ranks)} | build_others(builder, ranks)
+        builder = NetworkBuilder(job, teacher, ranks=ranks)
+        return job, {STUDENT: build_student(builder)} | build_others(builder)
     job, cuts = plan_pruning(job, data, teacher) if job.needs_measuring else (job, {})
     write_lineage(job, cuts)
-    builder = NetworkBuilder(job, teacher, cuts)
-    student = build_student(builder, ranks)
+    builder = NetworkBuilder(job, teacher, cuts, ranks)
+    student = build_student(builder)
     measure_start(job, data, teacher if data.has_latents else None, student)
-    return job, {STUDENT: student} | build_others(builder, ranks)
+    return job, {STUDENT: student} | build_others(builder)
 
 
-def build_student(builder: NetworkBuilder, ranks: Ranks = ALONE) -> Learner:
+def build_student(builder: NetworkBuilder) -> Learner:
     """Build the student in its engines: with initial weights, or blank if the run resumes. Collective."""
     set_activity("building the student")
-    job, run = builder.job, builder.job.run
-    models, others = student_models(builder), _untrained(builder)
-    checkpointer.keep_frozen(models | others, job.output, job.resume_from, adapters_alone=bool(job.bases))
+    job, run, bases = builder.job, builder.job.run, bool(builder.job.networks.bases)
+    learning = builder.networks(STUDENT)
+    others = builder.networks(STUDENT, learns=False)
+    if job.resume_from:
+        loading.load_frozen(_trained(others), job.resume_from)
+    if job.resume_from and not bases:
+        loading.load_frozen(_trained(learning), job.resume_from)
+    checkpointer.keep_frozen(_trained(learning | others), job.output, job.resume_from, adapters_alone=bases)
     name_run(job.output, job.student_engine, goes_on=job.resume_from is not None)
-    # samples begin with the high-noise expert, and none of its own reach the other
-    called = {
-        expert: whole_network(model) for expert, model in others.items() if expert in job.called_experts
-    }
+    called = {e: network for e, network in others.items() if job.networks.student[e].is_called}
+    for network in called.values():
+        _place(network.module, job)
     return Learner(
-        models,
+        learning,
         job.student_engine,
         learning_rates=run.learning_rates,
         ema=run.ema,
         ema_start=run.ema_start,
-        frozen={expert: _placed(model, job) for expert, model in called.items()},
-        merges_padding=run.merge_text_padding,
-        ranks=ranks,
+        frozen=called,
     )
 
 
-def _untrained(builder: NetworkBuilder) -> dict[Expert, nn.Module]:
-    """Make the student's networks that an objective of one expert does not train, float32 on the CPU."""
-    job = builder.job
-    models = {}
-    for expert in job.student_experts:
-        if expert not in job.trained_experts:
-            model = builder.trainable(expert) if job.bases else builder.network(expert)
-            models[expert] = model.requires_grad_(False)
-    if job.resume_from:
-        loading.load_frozen(models, job.resume_from)
-    return models
+def _trained(networks: dict[Expert, Network]) -> dict[Expert, nn.Module]:
+    return {expert: network.trained for expert, network in networks.items()}
 
 
-def _placed(model: nn.Module, job: Job) -> nn.Module:
+def _place(module: nn.Module, job: Job) -> None:
     """Move a network that does not learn to where this rank computes, in the precision of its engine."""
-    for name, p in list(model.named_parameters()):
-        if not job.shares_base or is_adapter(name):
-            kept = transformer.parameter_dtype(name, job.student_engine.dtype)
-            transformer.set_parameter(model, name, p.detach().to(collectives.device(), kept))
-    return model.to(collectives.device()).eval().requires_grad_(False)
+    for name, p in list(module.named_parameters()):
+        if not job.networks.share_base or is_adapter(name):
+            dtype = transformer.parameter_dtype(name, job.student_engine.dtype)
+            transformer.set_parameter(module, name, p.detach().to(collectives.device(), dtype))
+    module.to(collectives.device()).eval().requires_grad_(False)
 
 
-def student_models(
-    builder: NetworkBuilder, *, projected: bool = True, heads: bool = False, as_new: bool = False
-) -> dict[Expert, nn.Module]:
-    """Build the student's networks; if the run resumes, trained weights are blank and frozen ones loaded.
-
-    Args: as in `NetworkBuilder.trainable`.
-    """
-    job = builder.job
-    given = {"projected": projected, "heads": heads, "as_new": as_new}
-    models = {e: builder.trainable(e, **given) for e in job.trained_experts}
-    if job.resume_from and not job.bases:
-        loading.load_frozen(models, job.resume_from)
-    return models
-
-
-def build_others(builder: NetworkBuilder, ranks: Ranks = ALONE) -> dict[str, Learner]:
+def build_others(builder: NetworkBuilder) -> dict[str, Learner]:
     """Build what the objective trains beside the student, by role; blank if the run resumes. Collective."""
-    learners, job = {}, builder.job
-    for name, (role, config, engine) in job.others.items():
-        set_activity(f"building the {name}")
-        of_student = partial(student_models, builder, projected=False, heads=role.has_heads)
-        of_teacher = partial(_of_teacher, job, config, heads=role.has_heads)
-        if job.bases:  # the teacher's own weights, with adapters that change nothing yet
-            of_teacher = partial(of_student, as_new=True)
-        models = role.origin(of_student, of_teacher)()
-        merges = job.run.merge_text_padding
-        learners[name] = Learner(models, engine, role=name, merges_padding=merges, ranks=ranks)
+    learners = {}
+    for role, row in builder.job.networks.others.items():
+        set_activity(f"building the {role}")
+        learners[role] = Learner(builder.networks(role), row.engine, role=role)
     return learners
-
-
-def _of_teacher(job: Job, config: TransformerConfig, *, heads: bool) -> dict[Expert, nn.Module]:
-    """Make a network that is the teacher's whole expert of the trained noise levels.
-
-    Of a student of one network it is the low-noise expert.
-    """
-    (expert,), start = job.trained_experts, StudentConfig(experts=job.student.experts)
-    model = blank_model(config) if job.resume_from else start_model(start, config, job.folder, expert, 0)
-    set_trainable(model, None, None, job.run.seed)
-    if heads:
-        add_heads(model)
-    return {expert: model}
 
 
 def plan_pruning(job: Job, data: CachedData, teacher: Teacher) -> tuple[Job, dict[Expert, WidthSlicer]]:
@@ -175,12 +131,12 @@ def plan_pruning(job: Job, data: CachedData, teacher: Teacher) -> tuple[Job, dic
         if collectives.rank() == 0:
             write_resolved(job)
     cuts = {}
-    for expert in job.student_experts if job.is_cut else ():
+    for expert in job.networks.student if job.is_cut else ():
         served = source_experts(job.student, job.folder, expert)
         used = [b for b in batches if b.expert in served]
         samples = sum(len(b.sigma_B) for b in used)
         collectives.log0("measuring the teacher's activations: %d samples", samples)
-        modules = {module for e, module in local_modules(teacher).items() if e in served}
+        modules = {network.module for e, network in local_networks(teacher).items() if e in served}
         calls, owner = [partial(teacher.velocity, b) for b in used], owner_rank(teacher)
         with whole_sequences(modules):  # statistics of all patches
             measured = measure(
@@ -193,7 +149,7 @@ def plan_pruning(job: Job, data: CachedData, teacher: Teacher) -> tuple[Job, dic
 
 
 def _important(job: Job, teacher: Teacher, batches: list[Batch], measured: Measured) -> list[int]:
-    experts = {source for e in job.student_experts for source in source_experts(job.student, job.folder, e)}
+    experts = {source for e in job.networks.student for source in source_experts(job.student, job.folder, e)}
     layers, keep = job.folder.config.num_layers, job.student_transformer.num_layers
     rounds = importance(teacher, [b for b in batches if b.expert in experts], layers, keep, measured)
     kept = list(rounds[-1])
@@ -207,13 +163,13 @@ def write_lineage(job: Job, cuts: dict[Expert, WidthSlicer]) -> None:
     """Write OUTPUT/lineage.json on rank 0: the teacher's networks and blocks that the student's come from."""
     if collectives.rank() == 0 and job.start:
         origin = {"stands_for": job.stands_for}
-        write_json(job.output / "lineage.json", {expert.value: origin for expert in job.student_experts})
+        write_json(job.output / "lineage.json", {expert.value: origin for expert in job.networks.student})
     if collectives.rank() or job.student.init != "teacher":
         return
     kept = kept_layers(job.student, job.student_transformer, job.folder)
     layers = job.folder.config.num_layers
     origins: dict[str, Any] = {}
-    for expert in job.student_experts:
+    for expert in job.networks.student:
         axes = cuts.get(expert, WidthSlicer()).axes
         origins[expert.value] = {
             "made_of": [e.value for e in source_experts(job.student, job.folder, expert)],
@@ -230,7 +186,7 @@ def measure_start(job: Job, data: CachedData, teacher: Teacher | None, student: 
     numbers: dict[str, Any] = {
         "parameters": {
             "teacher": sum(count_parameters(c) for c in job.folder.configs.values()),
-            "student": count_parameters(job.student_transformer) * len(job.student_experts),
+            "student": count_parameters(job.student_transformer) * len(job.networks.student),
         },
     }
     if teacher:
@@ -259,6 +215,17 @@ def _start_error(
     if all(t.isfinite().all() for t in inputs):  # else the step that uses the sample names it
         require_finite_start(job, error)
     return error.relative(), error.by_sigma()
+
+
+def begins_as_teacher(job: Job) -> bool:
+    """Return whether the student computes before training what its teacher computes."""
+    copies = copied_experts(job.student, job.student_transformer, job.folder, job.networks.student)
+    if job.start or (job.run.lora or {}).get("start") or copies != {e: e for e in job.folder.configs}:
+        return False
+    engine, teacher = job.student_engine, job.teacher
+    if teacher.weights and not job.networks.share_base or engine.autocast or teacher.engine.autocast:
+        return False
+    return engine.dtype == teacher.engine.dtype
 
 
 def require_finite_start(job: Job, error: VelocityError) -> None:

@@ -24,7 +24,7 @@ from wandistiller.export.source import read_source
 from wandistiller.flow import RENOISE
 from wandistiller.monitoring import environment, memory_usage
 from wandistiller.monitoring.memory_usage import within
-from wandistiller.teacher.base import local_modules, without_guidance
+from wandistiller.teacher.base import local_modules
 from wandistiller.training.build_student import initial_learners
 from wandistiller.training.prepare import guided_teacher, prepare, ranks_of
 from wandistiller.training.trainer import Trainer
@@ -70,7 +70,7 @@ def run(stages: list[Job], begin: Callable[[Job], None]) -> None:
         last = stages[-1]
         if last.output != output:
             _take_over(stages, output)
-        if last.bases:
+        if last.networks.bases:
             _log_adapters(last, output)
         _log_next(last, output)
 
@@ -78,26 +78,26 @@ def run(stages: list[Job], begin: Callable[[Job], None]) -> None:
 def _take_over(stages: list[Job], output: Path) -> None:
     """Give a recipe's output folder what its last stage has made."""
     last = stages[-1]
-    if not last.is_teachers_lora:
+    if not last.networks.is_teacher_with_adapters(last.folder):
         with replaced(output / "student") as folder:
             shutil.rmtree(folder)
             link_or_copy(last.output / "student", folder)
         collectives.log0("%-9s %s", "student", output / "student")
-    if last.bases:
+    if last.networks.bases:
         LoraFormat(format="original").write(read_source(last.output), output / LORA)
-    made = output if last.is_teachers_lora else output / "student"
+    made = output if last.networks.is_teacher_with_adapters(last.folder) else output / "student"
     write_json(output / DONE, {"stages": [job.stage for job in stages], "student": str(made)})
 
 
 def _log_next(job: Job, output: Path) -> None:
     """Log the commands that compare a student with its teacher, and that make a pipeline of adapters."""
     data = f"{job.run.data_path}:held_out" if job.run.data_path in TINY else job.run.data_path
-    student = output if job.is_teachers_lora else output / "student"
+    student = output if job.networks.is_teacher_with_adapters(job.folder) else output / "student"
     words = ["wandistiller", "evaluate", "--student_path", str(student), "--prompts", data]
     if (few := job.schedule.few) and few.sampler == RENOISE:  # else it is trained for one number
         words += ["--steps", *map(str, sorted({1, 2, len(few.sigmas)}))]
     collectives.log0("%-9s %s", "next", shlex.join(words))
-    if job.is_teachers_lora:
+    if job.networks.is_teacher_with_adapters(job.folder):
         merge = ["wandistiller", "export", "--checkpoint", str(job.output), "--output", "students/mine"]
         collectives.log0("%-9s a pipeline of the teacher with them:", "or")
         collectives.log0("%-9s %s", "", shlex.join(merge))
@@ -124,11 +124,11 @@ def _run_stage(job: Job) -> None:
 def _export(job: Job) -> None:
     """Export the student of a finished run on rank 0: a pipeline, and adapters; the whole teacher's alone."""
     set_activity("exporting the student")
-    student = job.output if job.is_teachers_lora else job.output / "student"
+    student = job.output if job.networks.is_teacher_with_adapters(job.folder) else job.output / "student"
     with within("export"):
-        if job.bases:
+        if job.networks.bases:
             LoraFormat(format="original").write(read_source(job.output), job.output / LORA)
-        if not job.is_teachers_lora:
+        if not job.networks.is_teacher_with_adapters(job.folder):
             DiffusersFormat().write(read_source(job.output), student)
     memory_usage.add(job.output, "export")
     newest = max(job.samples.glob("step_*.png"), default=job.samples)
@@ -140,11 +140,11 @@ def _export(job: Job) -> None:
 
 def _log_adapters(job: Job, output: Path) -> None:
     """Log how the adapters of a finished run, in a folder, are loaded."""
-    experts = [expert.value for expert in job.student_experts]
-    files = [per_expert(output / LORA, experts, expert.value) for expert in job.bases]
+    experts = [expert.value for expert in job.networks.student]
+    files = [per_expert(output / LORA, experts, expert.value) for expert in job.networks.bases]
     for file in files:
         collectives.log0("%-9s %s", "adapters", file)
-    for line in loading_lines([f'"{file}"' for file in files], [*job.bases.values()]):
+    for line in loading_lines([f'"{file}"' for file in files], [*job.networks.bases.values()]):
         collectives.log0("%-9s %s", "", line)
     card = output / "lora.card" / "README.md"
     collectives.log0("%-9s %s (how to sample in diffusers, and ComfyUI's nodes)", "card", card)
@@ -159,18 +159,18 @@ def _distil(job: Job) -> None:
     ranks = ranks_of(job)
     data, conditions, teacher = prepare(job, ranks)
     collectives.raise_if_stop_requested("before the first step")
-    if job.objective.needs_teacher or job.needs_measuring or job.bases:
+    if job.objective.needs_teacher or job.needs_measuring or job.networks.bases:
         teacher = teacher or guided_teacher(job, conditions, data.sample_items, ranks)
     job, learners = initial_learners(job, data, teacher, ranks)
     collectives.raise_if_stop_requested("before the first step")
     if teacher and not job.objective.needs_teacher:
-        release_module_references(local_modules(without_guidance(teacher)).values())
+        release_module_references(local_modules(teacher))
         teacher = None
     Trainer(job, data, conditions, teacher, learners).train()
     learners[STUDENT].monitors.close()
     for learner in learners.values():
         destroy_engines(learner.engines.values())
-    release_module_references(local_modules(without_guidance(teacher)).values() if teacher else [])
+    release_module_references(local_modules(teacher) if teacher else [])
 
 
 def _is_complete(job: Job) -> bool:

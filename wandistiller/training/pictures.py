@@ -18,6 +18,7 @@ from wandistiller.data.media_cache import Sample
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import LINE_SECONDS, Progress
 from wandistiller.distributed.round_robin import batched
+from wandistiller.experts import Expert
 from wandistiller.flow import FewSteps
 from wandistiller.monitoring.health_checks import SampleStats, sample_stats, write_stats
 from wandistiller.monitoring.metrics import SAMPLES
@@ -91,7 +92,7 @@ class PictureDrawer:
         """Write the grid of the student after `done` steps; return its rows, and statistics of samples."""
         self.draw_teacher()
         job, vae = self.job, Vae(self.job.folder, collectives.device())
-        calls = len(job.drawn.sigmas) if job.drawn else job.run.sample_steps
+        calls = len(few.sigmas) if (few := _sampler(job)) else job.run.sample_steps
         row, stats = self._row(self._students, vae, "pictures of the student", calls)
         rows, of_rows = self._first[0] | {"student": row}, self._first[1] | {"student": stats}
         if collectives.rank() == 0:  # the grid last: it says that all is there
@@ -134,7 +135,7 @@ class PictureDrawer:
 
     def _first_row(self, vae: Vae) -> tuple[dict[str, Row], Stats]:
         """Draw the teacher's pictures; without a teacher decode cached ones, if there are all."""
-        if self.teacher and self.job.has_whole_teacher:
+        if self.teacher and len(self.job.networks.teacher) == len(self.job.folder.configs):
             row, stats = self._row(self._teachers, vae, "pictures of the teacher", self.job.run.sample_steps)
         elif self.data.has_rollouts(self._items, self.job.size):
             row, stats = self._row(lambda items, *_: self.data.x0_of(items, self.job.size), vae, seeds=1)
@@ -190,7 +191,7 @@ class PictureDrawer:
         return Row(stills_CFHW, to_bytes(pixels_CFHW))
 
     def _students(self, items: list[PromptItem], seed: int, progress: Progress) -> Tensor:
-        return self._sampled(progress.counting(self.student.velocity), items, seed, self.job.drawn)
+        return self._sampled(progress.counting(self.student.velocity), items, seed, _sampler(self.job))
 
     def _teachers(self, items: list[PromptItem], seed: int, progress: Progress) -> Tensor:
         """Sample with the teacher, or read what it drew before the run was stopped."""
@@ -239,3 +240,12 @@ class PictureDrawer:
         given = velocity, job.folder, run.shift, noise_BCFHW, conditioning, run.sample_steps
         x0_BCFHW, _ = denoise(*given, few, fresh)
         return x0_BCFHW
+
+
+def _sampler(job: Job) -> FewSteps | None:
+    """Return the sampler of pictures in training: of a high-noise expert alone, its own part of the path."""
+    few = job.schedule.few
+    if not few or job.objective.trained_expert is not Expert.HIGH_NOISE:
+        return few
+    sigmas = (sigma for call, sigma in enumerate(few.sigmas) if few.expert(call) is Expert.HIGH_NOISE)
+    return few._replace(sigmas=tuple(sigmas))

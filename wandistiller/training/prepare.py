@@ -24,7 +24,7 @@ from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.evaluation.quantization_error import SAMPLES, in_words, quantization_error
 from wandistiller.monitoring.memory_usage import within
-from wandistiller.teacher.base import Guidance, Teacher, local_modules, without_guidance
+from wandistiller.teacher.base import Guidance, Teacher, local_modules
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.teacher_json import quantized_facts
 from wandistiller.utils.errors import ConfigError
@@ -158,7 +158,7 @@ def _encode(
     samples: dict[int, Sample], job: Job, latents: LatentCache, conditions: Conditions
 ) -> dict[int, str]:
     """Encode the media of samples; return file and reason of those that cannot be used. Collective."""
-    key = {n: latents.key(s) for n, s in samples.items() if s.item.media} if job.needs_latents else {}
+    key = {n: latents.key(s) for n, s in samples.items() if s.item.media} if job.updates_with_latents else {}
     unusable = latents.fill_media({k: samples[n] for n, k in key.items()})
     found = {n: unusable[k] for n, k in key.items() if k in unusable}
     usable = {n: s for n, s in samples.items() if n not in found}
@@ -201,7 +201,7 @@ def _sample_items(
         drawn = [Sample(item, job.size) for item in items]
         unusable = conditions.fill_frames(drawn)
         return [s.item for s in drawn if conditions.key(s).frames not in unusable] or used[:8]
-    if not skipped or not job.picks_samples:
+    if not skipped or [item.prompt for item in items] != [item.prompt for item in job.items.spread()]:
         return items
     out, left = {entry["prompt"] for entry in skipped}, list(dict.fromkeys(item.prompt for item in used))
     kept = [item for item in items if item.prompt not in out or item.prompt in left]
@@ -237,7 +237,7 @@ def guided_teacher(
     set_activity("loading the teacher")
     guidance = Guidance(conditions.text[job.run.negative_prompt], job.guidance)
     how = {"merges_padding": job.run.merge_text_padding, "ranks": ranks}
-    teacher = build_teacher(job.teachers_folder, job.teacher, guidance, **how)
+    teacher = build_teacher(job.folder.only(job.networks.teacher), job.teacher, guidance, **how)
     if weights := job.teacher.weights:
         errors = _quantization_errors(job, conditions, sample_items[:SAMPLES], teacher, guidance)
         collectives.log0("teacher   %s: relative velocity error %s", weights, in_words(errors))
@@ -248,7 +248,7 @@ def _quantization_errors(
     job: Job, conditions: Conditions, items: list[PromptItem], teacher: Teacher, guidance: Guidance
 ) -> dict[str, float]:
     """Return the errors of quantised weights by band, as an earlier start found them, or new. Collective."""
-    r, folder = job.run, job.teachers_folder
+    r, folder = job.run, job.folder.only(job.networks.teacher)
     measured = Measured(job.cache / "measured" / _teacher_fingerprint(job, conditions.text.fingerprint))
     settings = r.seed, r.height, r.width, r.shift, [e.value for e in folder.configs]
     name = digest("quantised", *settings, *(item.key for item in items))
@@ -257,7 +257,7 @@ def _quantization_errors(
     drawn = [Sample(item, job.size) for item in items]
     given = conditions.of(drawn) if drawn else conditions.text.of([r.negative_prompt])
     given = given.shortened(folder.shortest_latent).to(collectives.device())
-    with whole_sequences(local_modules(without_guidance(teacher)).values()):  # on single frames
+    with whole_sequences(local_modules(teacher)):  # on single frames
         x0_BCFHW = _shortest_samples(job, teacher.velocity, given)
         what = folder, job.teacher, teacher, guidance, x0_BCFHW, given, r.seed
         errors = quantization_error(*what, merges_padding=r.merge_text_padding)
@@ -270,7 +270,7 @@ def _quantization_errors(
 
 def _shortest_samples(job: Job, velocity: Callable[[State], Tensor], conditioning: Conditioning) -> Tensor:
     """Return x0_BCFHW of samples that a network draws, on which errors are measured. Collective."""
-    folder, r = job.teachers_folder, job.run
+    folder, r = job.folder.only(job.networks.teacher), job.run
     shape = folder.latent_shape(r.height, r.width, folder.shortest)
     noise = [keyed_normal(shape, r.seed, "quantised", i) for i in range(len(conditioning.text_BLD))]
     noise_BCFHW = torch.stack(noise).to(collectives.device())

@@ -13,6 +13,7 @@ from wandistiller.checkpoint.manifest import steps
 from wandistiller.checkpoint.resume import NOT_RECORDED, changed_keys, set_newer_aside
 from wandistiller.config.identity import recorded
 from wandistiller.config.job import Job
+from wandistiller.config.sweeps import rolled_out, swept
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.conditions import Conditions
 from wandistiller.data.micro_batches import MicroBatches
@@ -61,7 +62,7 @@ class Trainer:
         self._by_role = {role: Update(role, job, self.batches, learners, teacher) for role in learners}
         self.updates = [self._by_role[role] for role in job.objective.updates]
         """Those of a step, the student's last."""
-        depth = max(job.swept, job.rolled_out)
+        depth = max(swept(job), rolled_out(job))
         read = ReadAhead(self._read, job.batch.accumulation, job.updates, depth)
         self.samples = RollOuts(job, read, self.student)
         self.monitor = Monitor(job, self.student.monitors)

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from wandistiller.batch import STUDENT, Prediction, State
 from wandistiller.config.job import Job
+from wandistiller.config.sweeps import rolled_out, swept
 from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.distributed.device import make_current, on_accelerator
+from wandistiller.network.sweep import block_by_block
 from wandistiller.objectives.script import TEACHER, Ask, Play, Question, played
 from wandistiller.student.learner import Learner
-from wandistiller.teacher.base import Teacher, local_modules, without_guidance
-from wandistiller.teacher.sweep import block_by_block
+from wandistiller.teacher.base import Teacher, local_modules
 from wandistiller.training.step_result import READING, MicroStepResult
 from wandistiller.utils.logging import activity
 
@@ -47,7 +48,8 @@ class Update:
         teacher: Teacher | None,
     ):
         self.role, self.job, self.teacher = role, job, teacher
-        self.objective, self.learner, self.student = job.matched_objective, learners[role], learners[STUDENT]
+        self.objective = job.objective.for_student(job.stands_for)
+        self.learner, self.student = learners[role], learners[STUDENT]
         self._batches = batches
         self._learners = learners
         self.names = list(self.objective.weights(role))
@@ -107,7 +109,7 @@ class Update:
     @property
     def _groups(self) -> list[range]:
         """Micro-steps of an update whose samples go through the teacher together."""
-        number, together = self.job.batch.accumulation, self.job.swept if self.role == STUDENT else 1
+        number, together = self.job.batch.accumulation, swept(self.job) if self.role == STUDENT else 1
         return [range(first, min(first + together, number)) for first in range(0, number, together)]
 
     @property
@@ -197,10 +199,11 @@ class Update:
 
     def _together(self, calls: list[Callable[[], Any]]) -> list[Any]:
         """Make calls without gradients, block by block if all networks have weights that arrive so."""
-        if not (self.job.shares_base and self.job.teacher.sweeps) or self.job.student_engine.stage == 3:
+        job = self.job
+        if not (job.networks.share_base and job.teacher.sweeps) or job.student_engine.stage == 3:
             return [call() for call in calls]
         blocks = [block for learner in self._learners.values() for block in learner.blocks]
-        for network in dict.fromkeys(local_modules(without_guidance(self.teacher)).values()):
+        for network in local_modules(self.teacher):
             blocks += network.blocks
         return block_by_block(blocks, calls)
 
@@ -263,7 +266,7 @@ class RollOuts:
     """
 
     def __init__(self, job: Job, read: Reads, student: Learner):
-        self._job, self._read, self._student, self._together = job, read, student, job.rolled_out
+        self._job, self._read, self._student, self._together = job, read, student, rolled_out(job)
         self._made: dict[tuple[int, int], dict[str, State]] = {}
 
     def __call__(self, update: int, micro: int) -> dict[str, State]:

@@ -3,9 +3,10 @@
 import math
 import re
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from huggingface_hub import constants
 
@@ -62,6 +63,10 @@ class WanFolder:
     """LoRA files that are added to the networks' weights when they are read."""
     expands_time: bool = False
     """Its networks take a time for each patch (Wan2.2 5B), and so make clips of text, or of a first frame."""
+
+    def only(self, experts: Iterable[Expert]) -> Self:
+        """Return the folder with these experts alone."""
+        return replace(self, configs={expert: self.configs[expert] for expert in experts})
 
     @property
     def config(self) -> TransformerConfig:

@@ -5,7 +5,7 @@ from torch import Tensor
 from wandistiller.batch import State
 from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence_parallel import Ranks
-from wandistiller.student.projections_and_heads import of_made_patches
+from wandistiller.network.heads import of_made_patches
 
 
 def shared_mean(logit_BS1: Tensor, batch: State) -> Tensor:

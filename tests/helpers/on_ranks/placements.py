@@ -14,6 +14,7 @@ from states import state
 from wandistiller.batch import State
 from wandistiller.distributed import collectives
 from wandistiller.experts import Expert
+from wandistiller.network.network import Network
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, OwnerTeacher, without_guidance
 from wandistiller.teacher.build import build_teacher
 from wandistiller.utils.keyed_random import keyed_normal
@@ -56,7 +57,8 @@ def by_diffusers(folder: Path, dtype: torch.dtype) -> dict[str, list[torch.Tenso
     models = {e: models.get(e, models[Expert.HIGH_NOISE]) for e in Expert}
     for p in (p for m in models.values() for p in m.parameters()):
         p.data = p.data.clone()
-    plain, guidance = LocalTeacher(models), Guidance(NULL_LD, SCALES)
+    plain = LocalTeacher({e: Network(model) for e, model in models.items()})
+    guidance = Guidance(NULL_LD, SCALES)
     cpu = torch.device("cpu")
     return {
         str(passes): outputs(GuidedTeacher(plain, guidance, passes), wan.config, cpu) for passes in (1, 2)

@@ -15,6 +15,7 @@ from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, q
 
 from wandistiller.distributed import collectives
 from wandistiller.experts import Expert
+from wandistiller.network.network import Network
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
 from wandistiller.teacher.build import build_teacher
 from wandistiller.wan.pipeline import open_wan
@@ -53,7 +54,8 @@ def differences(folder: Path, tasks: list[str]) -> dict[str, Any]:
         name, weights, precision = task.split()
         experts = {e: by_torchao(folder / e.value, getattr(torch, precision), weights) for e in Expert}
         config = open_wan(str(folder)).config
-        expected = outputs(GuidedTeacher(LocalTeacher(experts), guidance), config, torch.device("cpu"))
+        local = LocalTeacher({e: Network(module) for e, module in experts.items()})
+        expected = outputs(GuidedTeacher(local, guidance), config, torch.device("cpu"))
         before = bytes_read()
         placed = placement(name, precision, weights=weights)
         teacher = build_teacher(open_wan(str(folder)), placed, guidance)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from checkpointed import save
 from deepspeed.utils import safe_get_full_fp32_param
+from engines import learner_of
 from recipes import ADAM
 from small_wan import small_transformer
 from states import state
@@ -20,8 +21,8 @@ from wandistiller.engine.ds_config import load, student_engine
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.optimizer_state import WEIGHTS
 from wandistiller.experts import Expert
+from wandistiller.network.network import Network, Trained
 from wandistiller.student.learner import Learner
-from wandistiller.student.trainable import set_trainable
 from wandistiller.utils.keyed_random import keyed_normal
 
 DECAY, START, STEPS = 0.8, 1, 4
@@ -48,8 +49,8 @@ def engine(stage: int, dtype: str = "float32", **more: Any) -> EngineConfig:
 
 def build(run: RunConfig, config: EngineConfig, seed: int = 1, **more: Any) -> Learner:
     model = small_transformer(seed, layers=3)
-    set_trainable(model, run.frozen, run.lora, run.seed)
-    return Learner({Expert.HIGH_NOISE: model}, config, learning_rates=run.learning_rates, **more)
+    Network(model).prepare(Trained(lora=run.lora, frozen=run.frozen or (), seed=run.seed))
+    return learner_of(model, config, learning_rates=run.learning_rates, **more)
 
 
 def batch(step: int) -> Batch:
@@ -94,13 +95,11 @@ def difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 def steps_and_checkpoint(stage: int, dtype: str, work: Path) -> dict[str, float]:
     """Differences of a checkpoint's weights from plain PyTorch's for the same run."""
     at_start = dict(small_transformer(1, layers=3).named_parameters())
-    models = {Expert.HIGH_NOISE: small_transformer(1, layers=3)}
-    set_trainable(models[Expert.HIGH_NOISE], PARTLY.frozen, PARTLY.lora, PARTLY.seed)
-    frozen = [n for n, p in models[Expert.HIGH_NOISE].named_parameters() if not p.requires_grad]
-    checkpointer.keep_frozen(models, work, None)
-    student = Learner(
-        models, engine(stage, dtype), learning_rates=PARTLY.learning_rates, ema=DECAY, ema_start=START
-    )
+    model = Network(small_transformer(1, layers=3)).prepare(Trained(frozen=PARTLY.frozen)).module
+    frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
+    checkpointer.keep_frozen({Expert.HIGH_NOISE: model}, work, None)
+    rates = PARTLY.learning_rates
+    student = learner_of(model, engine(stage, dtype), learning_rates=rates, ema=DECAY, ema_start=START)
     averages: dict[str, Tensor] = {}
     for step in range(STEPS):
         learn(student, step)

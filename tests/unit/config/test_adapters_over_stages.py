@@ -8,9 +8,9 @@ import pytest
 from recipes import recipe
 from styles import style
 
+from wandistiller.config.adapter_files import changed_adapters
 from wandistiller.config.job import Job
 from wandistiller.config.stages import read_jobs, runs_of
-from wandistiller.student.shared_base import other_adapters
 from wandistiller.utils.errors import ConfigError
 
 
@@ -22,7 +22,7 @@ def jobs(folder: Path, wan: Path, *settings: dict[str, Any]) -> list[Job]:
 
 def bases(folder: Path, wan: Path, *settings: dict[str, Any]) -> list[int]:
     """The number of networks in each stage that are the teacher's but for their adapters."""
-    return [len(job.bases) for job in jobs(folder, wan, *settings)]
+    return [len(job.networks.bases) for job in jobs(folder, wan, *settings)]
 
 
 @pytest.mark.parametrize(
@@ -53,13 +53,13 @@ def test_adapters_of_another_rank_are_refused_with_what_they_would_cost(tmp_path
 def test_adapters_go_on_under_another_name_of_the_same_teacher(tmp_path: Path, wan2: Path) -> None:
     _, later = jobs(tmp_path, wan2, {"rank": 8}, {"rank": 8})
     elsewhere = replace(later.start, facts=replace(later.start.facts, teacher_path="org/wan"))
-    assert len(replace(later, start=elsewhere).bases) == 2
-    assert replace(later, start=replace(elsewhere, teacher="another's")).bases == {}
+    assert len(replace(later, start=elsewhere).networks.bases) == 2
+    assert replace(later, start=replace(elsewhere, teacher="another's")).networks.bases == {}
 
 
 def test_what_adapters_begin_with_is_said_once(tmp_path: Path, wan2: Path) -> None:
     file = f"both={style(wan2, tmp_path / 'style.safetensors', 'to_q')}"
     _, later = jobs(tmp_path, wan2, {"rank": 8, "start": file}, {"rank": 8, "start": file})
-    assert other_adapters(later) == []  # they begin with the stage before, and that with the file
-    (problem,) = other_adapters(replace(later, previous=None))
+    assert changed_adapters(later) == []  # they begin with the stage before, and that with the file
+    (problem,) = changed_adapters(replace(later, previous=None))
     assert problem.startswith(f"recipe: `lora.start` is {file}, but the student begins with the adapters of")

@@ -22,7 +22,8 @@ def critic(folder: Path, kind: str, params: dict[str, Any], **objective: Any) ->
     given = {"teacher_path": "tiny", "data_path": "tiny", "output_dir": str(folder / "out"), "max_steps": 100}
     given["deepspeed_config"] = ENGINE | {"scheduler": {"type": kind, "params": params}}
     given["objective"] = {"name": "dmd2", "critic_updates": 5} | objective
-    return read_job(read_run(str(write_json(folder / "recipe.json", given)), {}), 1).others["critic"].engine
+    job = read_job(read_run(str(write_json(folder / "recipe.json", given)), {}), 1)
+    return job.networks.others["critic"].engine
 
 
 @pytest.mark.parametrize(

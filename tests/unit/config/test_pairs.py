@@ -206,4 +206,4 @@ def test_a_critic_under_muon_has_its_rate_in_place_of_the_student_s(tmp_path: Pa
     optimizer = {"type": "Muon", "params": {"lr": 1e-3}}
     objective = {"name": "dmd2", "critic_lr": 1e-6}
     found = job({"deepspeed_config": OPEN | {"optimizer": optimizer}, "objective": objective}, {}, tmp_path)
-    assert found.others["critic"].engine.section("optimizer.params")["lr"] == 1e-6
+    assert found.networks.others["critic"].engine.section("optimizer.params")["lr"] == 1e-6

@@ -21,6 +21,7 @@ from wandistiller.data.latent_cache import LatentCache, Rollouts
 from wandistiller.data.media import MediaReader, Size
 from wandistiller.data.media_cache import Sample
 from wandistiller.experts import Expert
+from wandistiller.network.network import Network
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.utils.logging import current
@@ -48,7 +49,8 @@ def embeds(folder: Path) -> tuple[Tensor, Tensor]:
 
 def guided(folder: Path, high: float, low: float) -> GuidedTeacher:
     pipe = pipeline(folder)
-    experts = {Expert.HIGH_NOISE: pipe.transformer, Expert.LOW_NOISE: pipe.transformer_2 or pipe.transformer}
+    modules = {Expert.HIGH_NOISE: pipe.transformer, Expert.LOW_NOISE: pipe.transformer_2 or pipe.transformer}
+    experts = {expert: Network(module) for expert, module in modules.items()}
     scales = {Expert.HIGH_NOISE: high, Expert.LOW_NOISE: low}
     return GuidedTeacher(LocalTeacher(experts), Guidance(embeds(folder)[1][0], scales))
 

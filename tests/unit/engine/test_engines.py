@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.utils.cpp_extension
 from deepspeed.accelerator import get_accelerator
+from engines import learner_of
 from plain import MixedAdamW
 from recipes import ADAM
 from slow_cases import slow_but
@@ -26,7 +27,6 @@ from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.optimizer_state import read_engine, write_engine
 from wandistiller.engine.preflight import config_problems
 from wandistiller.experts import Expert
-from wandistiller.student.learner import Learner
 from wandistiller.wan import transformer
 from wandistiller.wan.structure import PARTS
 
@@ -48,7 +48,7 @@ def engine_of(**more: Any) -> EngineConfig:
 
 def curve(config: EngineConfig, steps: int = 5) -> list[float]:
     """Losses of a student that learns to predict zero."""
-    student = Learner({Expert.HIGH_NOISE: small_transformer(0, LAYERS)}, config)
+    student = learner_of(small_transformer(0, LAYERS), config)
     engine, losses = student.engine(Expert.HIGH_NOISE), []
     for step in range(steps):
         loss = student.velocity(batch(step)).square().mean()
@@ -124,8 +124,7 @@ def test_the_loss_scale_of_fp16_autocast_is_saved_and_restored(stage: int) -> No
     autocast = {"enabled": True, "dtype": "float16"}
     config = engine_of(zero_optimization={"stage": stage}, torch_autocast=autocast)
     first, second = (
-        Learner({Expert.HIGH_NOISE: small_transformer(0, LAYERS)}, config).trained[Expert.HIGH_NOISE]
-        for _ in range(2)
+        learner_of(small_transformer(0, LAYERS), config).trained[Expert.HIGH_NOISE] for _ in range(2)
     )
     saved = read_engine(first)
     saved["autocast_scaler"] |= {"scale": 512.0, "_growth_tracker": 7}
@@ -140,8 +139,8 @@ def test_a_fixed_loss_scale_is_the_json_s_whatever_it_was_before(
 ) -> None:
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)  # nothing is computed
     first, second = (
-        Learner(
-            {Expert.HIGH_NOISE: small_transformer(0, LAYERS)},
+        learner_of(
+            small_transformer(0, LAYERS),
             engine_of(fp16={"enabled": True, "loss_scale": scale, "initial_scale_power": 11}),
         ).trained[Expert.HIGH_NOISE]
         for scale in (before, after)
@@ -158,7 +157,7 @@ def test_a_gradient_that_is_not_finite_at_the_least_loss_scale_is_a_lost_update(
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)  # a CPU is only slow
     fp16 = {"enabled": True, "initial_scale_power": 1, "min_loss_scale": 1, "hysteresis": 1}
     config = engine_of(fp16=fp16, zero_optimization={"stage": stage})
-    student, found = Learner({Expert.HIGH_NOISE: small_transformer(0, LAYERS)}, config), []
+    student, found = learner_of(small_transformer(0, LAYERS), config), []
     for _ in range(3):
         student.backward(Expert.HIGH_NOISE, math.inf * student.velocity(batch(0)).square().mean())
         student.step(Expert.HIGH_NOISE)
@@ -169,7 +168,7 @@ def test_a_gradient_that_is_not_finite_at_the_least_loss_scale_is_a_lost_update(
 
 def gradients(config: EngineConfig) -> dict[str, Tensor]:
     model = small_transformer(0, LAYERS)
-    student = Learner({Expert.HIGH_NOISE: model}, config)
+    student = learner_of(model, config)
     student.engine(Expert.HIGH_NOISE).backward(student.velocity(batch(0)).square().mean())
     return {name: deepspeed.utils.safe_get_full_grad(p).clone() for name, p in model.named_parameters()}
 
@@ -237,7 +236,7 @@ def test_only_what_is_named_is_computed_twice(
     block: dict[str, Any], blocks: int, attentions: int, feed_forwards: int
 ) -> None:
     model = small_transformer(0, LAYERS)
-    student = Learner({Expert.HIGH_NOISE: model}, engine_of(activation_checkpointing={}, wandistiller=block))
+    student = learner_of(model, engine_of(activation_checkpointing={}, wandistiller=block))
     calls = Counter()
     for b, name in product(model.blocks, ("", "attn1.to_q", "ffn.net.2")):
         b.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: calls.update([name]))

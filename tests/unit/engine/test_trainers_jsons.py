@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engines import learner_of
 from ranks import write_json
 from reading import read_run
 from recipes import ADAM
@@ -189,7 +190,7 @@ def test_an_open_precision_of_a_teacher_is_bf16_too() -> None:
 
 
 def learner(engine: EngineConfig) -> Learner:
-    return Learner({Expert.HIGH_NOISE: small_transformer(0, 1)}, engine)
+    return learner_of(small_transformer(0, 1), engine)
 
 
 def step(student: Learner, number: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from constant_teacher import BATCH, answered, losses
 from deepspeed.utils import safe_get_full_grad
-from engines import batch_for, engine, teacher_of
+from engines import batch_for, engine, learner_of, teacher_of
 from small_wan import small_transformer
 from states import state
 from torch import Tensor
@@ -21,7 +21,6 @@ from wandistiller.objectives.consistency import Consistency
 from wandistiller.objectives.objective import Objective
 from wandistiller.objectives.script import TEACHER, Ask, played
 from wandistiller.objectives.velocity import VelocityMatching
-from wandistiller.student.learner import Learner
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import transformer
 
@@ -153,7 +152,7 @@ def test_gradients_are_those_of_plain_autograd_in_every_stage(wan1: Path, stage:
     total(plain).backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    student = Learner({Expert.HIGH_NOISE: small_transformer(5, 2)}, engine(zero_optimization=zero))
+    student = learner_of(small_transformer(5, 2), engine(zero_optimization=zero))
     student.backward(Expert.HIGH_NOISE, total(student.velocity))
     for name, p in student.engine(Expert.HIGH_NOISE).module.named_parameters():
         torch.testing.assert_close(safe_get_full_grad(p), expected[name], rtol=1e-4, atol=1e-7)

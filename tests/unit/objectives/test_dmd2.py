@@ -19,6 +19,7 @@ from wandistiller.batch import STUDENT, Conditioning, Prediction, State
 from wandistiller.engine.activation_checkpointing import CheckpointPolicy
 from wandistiller.experts import Expert
 from wandistiller.flow import FewSteps, FlowSchedule, clean
+from wandistiller.network.blocks import Blocks
 from wandistiller.objectives.dmd2 import (
     CRITIC,
     RENOISED,
@@ -34,7 +35,6 @@ from wandistiller.objectives.dmd2 import (
 from wandistiller.objectives.objective import Objective
 from wandistiller.objectives.script import TEACHER, Loss, Slope, played
 from wandistiller.planner.passes import passes_of
-from wandistiller.student.blocks import Blocks
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import transformer
 from wandistiller.wan.pipeline import open_wan

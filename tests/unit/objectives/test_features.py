@@ -7,20 +7,19 @@ import torch
 from constant_teacher import BATCH, X0, Constant, losses
 from deepspeed.utils import safe_get_full_grad
 from diffusers import WanTransformer3DModel
-from engines import batch_for, engine, loaded, teacher_of
+from engines import batch_for, engine, learner_of, loaded, teacher_of
 from small_wan import small_transformer
 from torch import Tensor
 
 from wandistiller.batch import NOISED, STUDENT, Prediction
 from wandistiller.experts import Expert
 from wandistiller.flow import FlowSchedule
+from wandistiller.network.heads import add_projections
 from wandistiller.objectives.feature import FeatureMatching
 from wandistiller.objectives.objective import Objective
 from wandistiller.objectives.registry import read_objective
 from wandistiller.objectives.script import TEACHER
 from wandistiller.student.config import lineage, read_student_config
-from wandistiller.student.learner import Learner
-from wandistiller.student.projections_and_heads import add_projections
 from wandistiller.teacher.base import Guidance, GuidedTeacher, Teacher
 from wandistiller.wan import pipeline, transformer
 from wandistiller.wan.transformer_config import TransformerConfig
@@ -67,7 +66,7 @@ def test_an_unpruned_copy_of_the_teacher_has_no_feature_and_no_velocity_loss(wan
     objective = read_objective(["velocity", "feature"]).for_student([0, 1, 2, 3])
     batches = {NOISED: batch_for(model)}
     add_projections(model, range(4), TransformerConfig.of(model.config).width)
-    student = Learner({Expert.HIGH_NOISE: model}, engine())
+    student = learner_of(model, engine())
     loss_TB = losses(objective, teacher, lambda _: student.predict(batches)[NOISED], batches)
     assert loss_TB.count_nonzero() == 0
 
@@ -106,7 +105,7 @@ def test_gradients_of_projections_and_blocks_are_those_of_plain_autograd(
     objective = read_objective(["velocity", {"name": "feature", "weight": 0.5}]).for_student([1, 3])
     expected = gradients(narrow(), objective, teacher)
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    student = Learner({Expert.HIGH_NOISE: narrow()}, engine(zero_optimization=zero, **section))
+    student = learner_of(narrow(), engine(zero_optimization=zero, **section))
     batches = {NOISED: batch_for(narrow())}
     loss_TB = losses(objective, teacher, lambda _: student.predict(batches)[NOISED], batches)
     student.backward(Expert.HIGH_NOISE, objective.total(loss_TB).mean())
@@ -130,7 +129,7 @@ def test_a_guided_teacher_s_hidden_states_are_those_of_the_text_branch(
     wan1: Path, scale: float, passes: int
 ) -> None:
     inner = teacher_of(wan1)
-    model = inner.experts[Expert.HIGH_NOISE]
+    model = inner.experts[Expert.HIGH_NOISE].module
     guided = GuidedTeacher(inner, Guidance(torch.ones(512, 32), dict.fromkeys(Expert, scale)), passes)
     guided_features, features = (t.predict(batch_for(model), (1, 3)).features for t in (guided, inner))
     torch.testing.assert_close(guided_features, features, rtol=0, atol=1e-5)

@@ -17,7 +17,6 @@ from wandistiller.engine.zero_memory import Bytes
 from wandistiller.planner.machine import Machine, demands
 from wandistiller.planner.peak_memory import CONTEXT, CUBLAS, FREED, MIB, plan
 from wandistiller.planner.phase_peak import PhasePeak, moments, most
-from wandistiller.planner.student_network import student_network
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB, room_of_a_rank
 from wandistiller.wan.components import UMT5_XXL
@@ -172,7 +171,7 @@ def test_an_owner_s_teacher_takes_cpu_memory_once_a_node(published: Path) -> Non
 def test_projections_of_all_blocks_are_trained_where_the_objective_names_none(published: Path) -> None:
     narrow, wide, layers = {"num_layers": 0.5, "num_attention_heads": 0.5}, 5120, 20
     velocity, feature = (
-        student_network(job(published, ONE_24, objective=name, student_config=narrow)).trained_numel
+        job(published, ONE_24, objective=name, student_config=narrow).networks.first.parameters.trained_numel
         for name in ("velocity", "feature")
     )
     assert feature - velocity == layers * wide // 2 * wide

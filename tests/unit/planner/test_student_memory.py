@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import learner_of
 from recipes import ADAM
 from slow_cases import slow_but
 from small_wan import small_transformer
@@ -15,10 +16,10 @@ from wandistiller.engine.ds_config import load, student_engine
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.experts import Expert
+from wandistiller.network.network import Network, Trained
+from wandistiller.network.parameters import Parameters, parameters_of
 from wandistiller.planner.student_memory import AVERAGE, cast_bytes, student_parts
-from wandistiller.planner.student_network import Network, network_of
 from wandistiller.student.learner import Learner
-from wandistiller.student.trainable import set_trainable
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.transformer import numels, velocity
 from wandistiller.wan.transformer_config import TransformerConfig
@@ -47,7 +48,7 @@ def engine_of(
 def student(
     folder: WanFolder, engine: EngineConfig, ranks: int = 1, experts: int = 1, accelerator: bool = False
 ) -> Bytes:
-    network = Network(numels(folder.config))
+    network = Parameters(numels(folder.config))
     parts = student_parts(network, experts, engine, ranks, accelerator=accelerator)
     return sum(parts.values(), Bytes())
 
@@ -75,8 +76,8 @@ def test_a_student_s_engine_keeps_the_planned_bytes(
 ) -> None:
     engine = engine_of(stage, offload=offload, bf16=bf16)
     before, model = tensor_bytes(), small_transformer(0, 2, **SIZES)
-    network = Network(numels(TransformerConfig.of(model.config)))
-    made = Learner({Expert.HIGH_NOISE: model}, engine)
+    network = Parameters(numels(TransformerConfig.of(model.config)))
+    made = learner_of(model, engine)
     train_a_step(made, one_rank)
     planned = sum(student_parts(network, 1, engine, 1, accelerator=False).values(), Bytes())
     assert tensor_bytes() - before == pytest.approx(planned.device + planned.host, rel=0.01)
@@ -95,16 +96,17 @@ def test_frozen_weights_have_no_optimizer_and_an_average_takes_4_bytes(
     model = small_transformer(0, 2, **SIZES)
     config, before = TransformerConfig.of(model.config), tensor_bytes()
     model = model.requires_grad_(True)
-    set_trainable(model, frozen, lora, seed=0)
+    trained = Trained(lora=lora, frozen=frozen or ())
+    Network(model).prepare(trained)
     sizes = [
-        {n: p.numel() for n, p in model.named_parameters() if p.requires_grad is trained}
-        for trained in (True, False)
+        {n: p.numel() for n, p in model.named_parameters() if p.requires_grad is learns}
+        for learns in (True, False)
     ]
-    assert network_of(config, frozen, lora, (), 256) == Network(*sizes)
+    assert parameters_of(config, trained) == Parameters(*sizes)
     before -= sum(p.nbytes for p in model.parameters())  # of a network that the engine takes over
-    made = Learner({Expert.HIGH_NOISE: model}, engine, ema=0.9)
+    made = learner_of(model, engine, ema=0.9)
     train_a_step(made, one_rank)
-    parts = student_parts(Network(*sizes), 1, engine, 1, accelerator=False, ema=True)
+    parts = student_parts(Parameters(*sizes), 1, engine, 1, accelerator=False, ema=True)
     assert parts[AVERAGE].device + parts[AVERAGE].host == 4 * sum(sizes[0].values())
     planned = sum(parts.values(), Bytes())
     assert tensor_bytes() - before == pytest.approx(planned.device + planned.host, rel=0.02)
@@ -124,7 +126,7 @@ def test_without_offloading_a_student_on_two_ranks_keeps(
 def test_only_below_float32_stage_0_copies_its_gradients(
     wans: dict[str, WanFolder], *, bf16: bool, each: int
 ) -> None:
-    assert cast_bytes(Network(numels(wans[LARGE].config)), engine_of(0, bf16=bf16)) == each * P
+    assert cast_bytes(Parameters(numels(wans[LARGE].config)), engine_of(0, bf16=bf16)) == each * P
 
 
 def test_zero_2_s_own_gradients_are_there_three_times_in_a_step(wans: dict[str, WanFolder]) -> None:
@@ -179,7 +181,7 @@ def test_small_page_locked_memory_comes_in_powers_of_two() -> None:
     )  # weights, masters, gradients, a tensor on its way
     assert max(pieces) < 2**20
     engine = engine_of(2, offload="cpu")
-    parts = student_parts(Network(numels(config)), 1, engine, 1, accelerator=True)
+    parts = student_parts(Parameters(numels(config)), 1, engine, 1, accelerator=True)
     assert sum(part.pinned for part in parts.values()) == sum(2 ** ceil(log2(n)) for n in pieces)
 
 

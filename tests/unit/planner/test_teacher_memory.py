@@ -182,7 +182,7 @@ def test_a_teacher_that_stays_in_its_files_holds_three_blocks_and_the_rest(
     one_rank: torch.device, wan1: Path
 ) -> None:
     folder, placed, seen = open_wan(str(wan1)), placement("files"), {}
-    model = build_teacher(folder, placed).experts[Expert.HIGH_NOISE]
+    model = build_teacher(folder, placed).experts[Expert.HIGH_NOISE].module
 
     def see(*_: object) -> None:
         seen.update({p.data_ptr(): p.nbytes for p in model.parameters()})
@@ -229,7 +229,7 @@ def test_a_call_has_no_more_whole_parameters_at_once_than_planned(one_rank: torc
         "stage3_prefetch_bucket_size": 2000,
     }
     folder, placed = open_wan(str(wan1)), placement("zero_inference_cpu", zero=zero)
-    model = build_teacher(folder, placed).experts[Expert.HIGH_NOISE]
+    model = build_teacher(folder, placed).experts[Expert.HIGH_NOISE].module
 
     def count(*_: object) -> None:
         whole = (p for p in model.parameters() if p.ds_status != ZeroParamStatus.NOT_AVAILABLE)

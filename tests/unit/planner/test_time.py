@@ -10,8 +10,8 @@ from planned import published_job as job
 
 from wandistiller.cli.plan_report import duration
 from wandistiller.config.job import Job
+from wandistiller.config.sweeps import branches
 from wandistiller.planner.machine import Machine
-from wandistiller.planner.student_network import other_network
 from wandistiller.planner.time import PEAKS, SHARE, Rates, Times, override_rates, passes, usual_rates
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
@@ -114,7 +114,7 @@ def test_an_owner_computes_for_all_ranks_of_its_node_and_for_those_of_a_sample_o
     engine = {"deepspeed_config": "ds_configs/student/zero2.json"}
     runs = (job(published, EIGHT_80, context_parallel=n, **owner, **engine) for n in (1, 4))
     one, four = (Times(run, EIGHT_80, RATES) for run in runs)
-    alone = one.job.branches * 8 * one.job.batch.accumulation * one.job.batch.micro
+    alone = branches(one.job) * 8 * one.job.batch.accumulation * one.job.batch.micro
     flops = forward_flops(one.job.folder.config, (16, 21, 60, 104)) / 1e12 / RATES.tflops
     assert one.computing()["teacher"] == pytest.approx(alone * flops)
     assert four.computing()["teacher"] == pytest.approx(one.computing()["teacher"] / 4)
@@ -152,7 +152,7 @@ def test_a_critic_of_adapters_from_the_teacher_is_as_large_as_from_the_student(p
         job(published, ONE_24, **lora, objective={"name": "dmd2", "critic_start": start})
         for start in ("student", "teacher")
     )
-    student, teacher = (other_network(run, run.objective.others["critic"]) for run in runs)
+    student, teacher = (run.networks.others["critic"].parameters for run in runs)
     assert student == teacher and all(".lora_" in name for name in teacher.trained)
 
 

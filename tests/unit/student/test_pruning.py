@@ -40,7 +40,7 @@ def predict(model: WanTransformer3DModel) -> Tensor:
 def cut_of(
     teacher: WanTransformer3DModel, measured: CalibrationStats | None = None, **sizes: int
 ) -> tuple[WanTransformer3DModel, WidthSlicer]:
-    """A student of all the teacher's layers, made as `start_model` makes it but from a network in memory."""
+    """A student of all the teacher's layers, made as of `start_weights` but from a network in memory."""
     whole = TransformerConfig.of(teacher.config)
     state, config = teacher.state_dict(), whole.replaced(**sizes)
     if config.image_dim:

@@ -12,11 +12,12 @@ from styles import style
 from torch import Tensor, nn
 from trainers import job_of
 
+from wandistiller.batch import STUDENT
 from wandistiller.config.identity import adapters
 from wandistiller.config.job import Job
 from wandistiller.config.summary import summary
 from wandistiller.experts import Expert
-from wandistiller.training.network_builder import NetworkBuilder
+from wandistiller.training.networks import NetworkBuilder
 from wandistiller.utils.errors import ConfigError
 
 LAYER = "blocks.0.attn1.to_q"
@@ -48,7 +49,7 @@ def change_of(model: nn.Module) -> Tensor:
 
 def begun(job: Job) -> list[Tensor]:
     builder = NetworkBuilder(job)
-    return [change_of(builder.trainable(expert)) for expert in job.student_experts]
+    return [change_of(network.module) for network in builder.networks(STUDENT).values()]
 
 
 def pair(wan: Path, folder: Path) -> dict[str, str]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpointed import save
 from diffusers import WanTransformer3DModel
+from engines import learner_of
 from ranks import edit_json
 from slow_cases import slow_but
 
@@ -18,9 +19,9 @@ from wandistiller.checkpoint import loading
 from wandistiller.engine.ds_config import load, student_engine
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.experts import Expert
+from wandistiller.network.network import Network
 from wandistiller.student.config import StudentConfig, kept_layers, read_student_config
-from wandistiller.student.initialize import start_model
-from wandistiller.student.learner import Learner
+from wandistiller.student.initialize import start_weights
 from wandistiller.utils.errors import ConfigError
 from wandistiller.wan import pipeline
 
@@ -32,7 +33,8 @@ def started(
 ) -> WanTransformer3DModel:
     teacher = pipeline.open_wan(str(folder))
     student, config = read_student_config("s.json", values, teacher)
-    return start_model(student, config, teacher, expert, seed)
+    weights = start_weights(student, config, teacher, expert, seed)
+    return Network.made(config, weights).module.requires_grad_(True)
 
 
 def refused(folder: Path, **values: Any) -> list[str]:
@@ -200,7 +202,7 @@ def test_a_checkpoint_gives_back_the_start_weights(
     model = started(wan1, num_layers=1)
     # deepspeed 0.19.8 makes its float32 masters from the weights that it has cast already
     expected = {name: p.detach().to(dtype).float() for name, p in model.named_parameters()}
-    student = Learner({Expert.HIGH_NOISE: model}, engine(stage, bf16={"enabled": dtype is torch.bfloat16}))
+    student = learner_of(model, engine(stage, bf16={"enabled": dtype is torch.bfloat16}))
     folder = save(student, tmp_path, 1)
     assert_equal(dict(loading.read_weights(folder, Expert.HIGH_NOISE)), expected)
 
@@ -215,7 +217,7 @@ def test_zero_3_neither_moves_a_whole_network_to_the_accelerator_nor_sends_it_be
     monkeypatch.setattr(
         deepspeed.comm, "broadcast", lambda *args, **more: sent.append(args) or send(*args, **more)
     )
-    Learner({Expert.HIGH_NOISE: model}, engine(stage))
+    learner_of(model, engine(stage))
     assert bool(moved) == (stage == 2)
     assert len(sent) == len(list(model.parameters()))  # once each: whole, or by the cut
     assert "to" not in vars(model)

@@ -27,6 +27,7 @@ from torch import Tensor
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.experts import Expert
+from wandistiller.network.network import Network
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.parameter_patterns import factor, names_part
 
@@ -121,7 +122,7 @@ def test_an_average_of_weights_on_nvme_is_refused(tmp_path: Path, wan1: Path) ->
 def test_lora_without_peft_is_reported_before_weights_are_loaded(
     tmp_path: Path, wan1: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("wandistiller.student.lora.find_spec", lambda name: None)
+    monkeypatch.setattr("wandistiller.network.adapters.find_spec", lambda name: None)
     assert problems(tmp_path, wan1, lora={}) == ["recipe: `lora` needs peft. Run: pip install peft"]
 
 
@@ -199,7 +200,8 @@ def test_a_pass_without_gradients_has_the_autocast_of_one_with_them(
     stage: int, one_rank: torch.device
 ) -> None:
     autocast = {"enabled": True, "dtype": "bfloat16"}
-    low = {Expert.LOW_NOISE: small_transformer(1, layers=3).eval().requires_grad_(False)}
+    frozen = Network(small_transformer(1, layers=3).eval().requires_grad_(False))
+    low = {Expert.LOW_NOISE: frozen}
     student, plain = (
         build(LORA, engine(stage, torch_autocast=autocast), frozen=low),
         build(LORA, engine(stage)),

@@ -15,6 +15,7 @@ from shipped import placement
 from wandistiller.distributed import device
 from wandistiller.engine.workarounds import release_module_references
 from wandistiller.experts import Expert
+from wandistiller.teacher.base import local_modules
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.loading import ALIGNED, Arena, InitWithoutBroadcast, load_sharded
 from wandistiller.wan.pipeline import open_wan
@@ -99,8 +100,8 @@ def test_parameters_whose_parts_are_in_cpu_memory_are_gathered_on_the_accelerato
 @pytest.mark.usefixtures("one_rank")
 def test_a_teacher_that_is_forgotten_leaves_no_network(wan1: Path) -> None:
     teacher = build_teacher(open_wan(str(wan1)), placement("zero_inference_cpu"))
-    network = weakref.ref(teacher.experts[Expert.HIGH_NOISE])
-    release_module_references(teacher.experts.values())
+    network = weakref.ref(teacher.experts[Expert.HIGH_NOISE].module)
+    release_module_references(local_modules(teacher))
     del teacher
     gc.collect()
     assert network() is None

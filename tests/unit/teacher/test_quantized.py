@@ -159,7 +159,8 @@ def test_the_planned_bytes_are_those_that_are_held(
         placed = placement(name, dtype, weights=weights)
         built = build_teacher(folder, placed)
         experts = getattr(built, "inner", built) or built
-        planned, models = teacher_bytes(folder, placed, 1), experts.experts.values()
+        planned = teacher_bytes(folder, placed, 1)
+        models = [network.module for network in experts.experts.values()]
         if name == "streamed":
             blocks, others = (
                 sum(held(part) for m in models for k, part in m.named_children() if (k == "blocks") == inside)

@@ -24,15 +24,14 @@ from wandistiller.config.run_config import RunConfig, read_run_config
 from wandistiller.config.validate import read_job
 from wandistiller.data.measured import Measured
 from wandistiller.experts import Expert
+from wandistiller.network.network import Network
 from wandistiller.student.calibration import VelocityError, error_rows, velocity_error
 from wandistiller.student.layer_importance import ROUNDS, importance
-from wandistiller.student.shared_base import begins_as_teacher
 from wandistiller.teacher.base import (
     LocalTeacher,
     local_modules,
-    without_guidance,
 )
-from wandistiller.training.build_student import initial_learners, require_finite_start
+from wandistiller.training.build_student import begins_as_teacher, initial_learners, require_finite_start
 from wandistiller.training.prepare import prepare, ranks_of
 from wandistiller.training.step_result import by_sigma
 from wandistiller.utils.errors import ConfigError
@@ -65,14 +64,14 @@ def batches(n: int = 2) -> list[Batch]:
 
 
 def two_experts(layers: int = 4) -> LocalTeacher:
-    return LocalTeacher({e: small_transformer(seed, layers).eval() for seed, e in enumerate(Expert)})
+    return LocalTeacher({e: Network(small_transformer(seed, layers).eval()) for seed, e in enumerate(Expert)})
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_block_that_does_nothing_is_the_least_important() -> None:
     teacher = two_experts()
     for network in teacher.experts.values():
-        without(network, 2)
+        without(network.module, 2)
     first, last = importance(teacher, batches(), 4, 3)
     assert first[2] == 0 and min(first[i] for i in (0, 1, 3)) > 0
     assert list(last) == [0, 1, 3]
@@ -91,7 +90,7 @@ def test_blocks_are_dropped_in_few_rounds(layers: int, keep: int, left: list[int
 def test_the_error_rises_as_without_the_block_and_the_teacher_stays_as_it_was() -> None:
     teacher, shorter = two_experts(), two_experts()
     for network in shorter.experts.values():
-        without(network, 1)
+        without(network.module, 1)
     before = [teacher.velocity(b) for b in batches()]
     error = velocity_error(batches(), before, shorter.velocity)
     assert importance(teacher, batches(), 4, 4)[0][1] == pytest.approx(error.relative(), rel=1e-6)
@@ -224,7 +223,7 @@ def start_of(folder: Path, wan: Path, **more: Any) -> tuple[int, dict[str, Any]]
     given = recipe(folder, wan, output_dir=str(folder / "run"), teacher_deepspeed_config=REPLICATED, **more)
     data, _, teacher = parts_of(job := job_of(given))
     samples: list[int] = []
-    for network in local_modules(without_guidance(teacher)).values():
+    for network in local_modules(teacher):
         network.register_forward_pre_hook(
             lambda *given: samples.append(len(given[-1]["hidden_states"])), with_kwargs=True
         )

@@ -112,7 +112,7 @@ def test_loading_the_teacher_ends_soon_after_the_request(
 def of_all_roles(trainer: Trainer) -> list[Tensor]:
     """The weights of student and critic."""
     networks = [network for learner in trainer.learners.values() for network in learner.networks.values()]
-    return [p for network in networks for p in network.parameters()]
+    return [p for network in networks for p in network.module.parameters()]
 
 
 @pytest.mark.parametrize("how", ["stopped", "killed"])

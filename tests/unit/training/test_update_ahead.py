@@ -90,8 +90,8 @@ def test_while_adam_updates_the_weights_the_teacher_predicts_for_the_next_update
 ) -> None:
     one = trainer(folder, wan2, "meanwhile", ahead=True)
     engine, predicted, met = one.learners[STUDENT].engine(Expert.HIGH_NOISE), threading.Event(), []
-    for module in one.teacher.inner.experts.values():
-        module.register_forward_hook(lambda *_: predicted.set())
+    for network in one.teacher.inner.experts.values():
+        network.module.register_forward_hook(lambda *_: predicted.set())
     adam = engine.optimizer.optimizer.ds_opt_adam
     update = adam.adam_update
 

@@ -22,8 +22,8 @@ from slow_cases import slow_but
 from wandistiller.batch import Prediction
 from wandistiller.distributed.sequence_parallel import ImaginedRanks
 from wandistiller.engine.engine_config import EngineConfig
+from wandistiller.network.blocks import Blocks
 from wandistiller.objectives.feature import FeatureMatching
-from wandistiller.student.blocks import Blocks
 from wandistiller.wan import activation_memory, text_padding
 from wandistiller.wan.activation_memory import activation_bytes, call_bytes, compared_bytes
 from wandistiller.wan.context_parallel import share_sequences

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from wandistiller.engine.activation_checkpointing import CheckpointPolicy
-from wandistiller.student.trainable import set_trainable
+from wandistiller.network.network import Network, Trained
 from wandistiller.wan.flops import count_flops, forward_flops
 from wandistiller.wan.text_padding import TEXT_TOKENS
 from wandistiller.wan.transformer import usual_config, velocity
@@ -37,7 +37,7 @@ def test_a_backward_pass_has_the_operations_that_torch_counts(lora: dict[str, An
     latent = (16, 5, 32, 32)
     model = small_transformer(0, 4, **SIZES).requires_grad_(True)
     c = TransformerConfig.of(model.config)
-    set_trainable(model, None, lora, seed=0)
+    Network(model).prepare(Trained(lora=lora))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     share = trained / sum(p.numel() for p in model.parameters())
     x_t_BCFHW, text_BLD = torch.randn(1, *latent), torch.randn(1, TEXT_TOKENS, c.text_dim)

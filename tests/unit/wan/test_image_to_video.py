@@ -15,6 +15,7 @@ from torch import Tensor
 from wandistiller.batch import Batch, Conditioning
 from wandistiller.experts import Expert
 from wandistiller.flow import with_noise
+from wandistiller.network.network import Network
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
 from wandistiller.wan.given_frames import GivenFramesEncoder, given_places, mask_of
 from wandistiller.wan.loaded_components import Encoder, load_image_encoder, load_pipeline
@@ -64,7 +65,7 @@ def test_four_guided_steps_are_those_of_diffusers_pipeline(image_wan: Path) -> N
         Expert.LOW_NOISE: pipeline.transformer_2 or pipeline.transformer,
     }
     guidance = Guidance(null, dict.fromkeys(Expert, 2.0))
-    teacher = GuidedTeacher(LocalTeacher(networks), guidance)
+    teacher = GuidedTeacher(LocalTeacher({e: Network(module) for e, module in networks.items()}), guidance)
     x0_BCFHW, _ = denoise(teacher.velocity, wan, wan.shift, noise_BCFHW, conditioning, 4)
     theirs = pipeline(
         image=frames[0],

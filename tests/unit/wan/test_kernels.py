@@ -5,13 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
-from engines import batch_for, engine, loaded
+from engines import batch_for, engine, learner_of, loaded
 from shipped import placement
 from small_wan import small_transformer
 
 from wandistiller.engine.kernels import Kernels
-from wandistiller.experts import Expert
-from wandistiller.student.learner import Learner
 from wandistiller.teacher.build import build_teacher
 from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.transformer import use_kernels
@@ -50,7 +48,7 @@ def test_a_compiled_student_learns_what_it_learns_eagerly(wan1: Path, recomputed
         section = {"activation_checkpointing": {"partition_activations": False}} if recomputed else {}
         block = {"wandistiller": {"compile": compiled}}
         config = engine(zero_optimization={"stage": 2}, **section, **block)
-        learner = Learner({Expert.HIGH_NOISE: small_transformer(3, 2)}, config)
+        learner = learner_of(small_transformer(3, 2), config)
         batch, losses = batch_for(loaded(wan1 / "transformer")), []
         for _ in range(3):
             loss = learner.velocity(batch).square().mean()

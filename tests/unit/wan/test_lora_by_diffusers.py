@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from small_wan import small_transformer
 from torch import Tensor
 
-from wandistiller.student.lora import linear_layers
+from wandistiller.network.adapters import linear_layers
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.lora_files import read_lora
@@ -100,7 +100,7 @@ def original_state(form: str, shapes: dict[str, torch.Size], *, alpha: bool = Fa
         down, up = ("lora_A", "lora_B") if form == "comfy" else ("lora_down", "lora_up")
         state[f"{own}.{down}.weight"] = keyed_normal((RANK, inputs), layer, "a")
         state[f"{own}.{up}.weight"] = keyed_normal((outputs, RANK), layer, "b")
-        state |= {f"{own}.alpha": torch.tensor(ALPHA)} if alpha else {}
+        state |= {f"{own}.alpha": torch.tensor(ALPHA)} if alpha and layer.startswith("blocks.") else {}
     return state
 
 

@@ -12,6 +12,7 @@ from states import state
 from torch import Tensor
 
 from wandistiller.experts import Expert
+from wandistiller.network.network import Network
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.text_padding import STAND_INS, merge_text_padding, network_text, row_bias
@@ -90,7 +91,8 @@ def test_guidance_equals_that_with_512_rows_when_the_negative_prompt_is_longer(p
     guidance = Guidance(texts([126])[0], dict.fromkeys(Expert, 4.0))
 
     def guided(model: WanTransformer3DModel) -> Tensor:
-        return GuidedTeacher(LocalTeacher(dict.fromkeys(Expert, model)), guidance, passes).velocity(batch)
+        teacher = LocalTeacher(dict.fromkeys(Expert, Network(model)))
+        return GuidedTeacher(teacher, guidance, passes).velocity(batch)
 
     plain, merged = guided(small_transformer(0)), guided(merge_text_padding(small_transformer(0)))
     torch.testing.assert_close(merged, plain, atol=1e-4, rtol=1e-5)

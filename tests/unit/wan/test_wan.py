@@ -11,6 +11,7 @@ import deepspeed
 import pytest
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from engines import learner_of
 from ranks import write_json
 from shipped import placement
 from slow_cases import slow_but
@@ -22,8 +23,8 @@ from wandistiller.batch import Batch, Conditioning
 from wandistiller.distributed import collectives
 from wandistiller.engine.ds_config import load, student_engine
 from wandistiller.experts import Expert
-from wandistiller.student.learner import Learner
-from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, local_modules
+from wandistiller.network.network import Network
+from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, local_networks
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.loading import load_sharded, load_whole
 from wandistiller.teacher.teacher_json import read_placement
@@ -146,7 +147,7 @@ def test_every_teacher_engine_predicts_bitwise_as_diffusers_models_with_whole_ro
     wan2: Path, ds: dict
 ) -> None:
     teacher = build_teacher(pipeline.open_wan(str(wan2)), read_placement(load(ds)))
-    assert_tables(local_modules(teacher)[Expert.HIGH_NOISE], wan2)
+    assert_tables(local_networks(teacher)[Expert.HIGH_NOISE].module, wan2)
     for expert in (*Expert, Expert.HIGH_NOISE):
         b, model = some_batch(expert), by_diffusers(wan2 / expert.value, load(ds).dtype)
         expected = transformer.velocity(model, b)
@@ -162,10 +163,12 @@ def test_only_the_expert_of_the_batch_is_gathered(wan2: Path) -> None:
 
     def note(expert: Expert) -> None:
         networks = teacher.experts.items()
-        gathered[expert] |= {e for e, network in networks if any(p.numel() for p in network.parameters())}
+        gathered[expert] |= {
+            e for e, network in networks if any(p.numel() for p in network.module.parameters())
+        }
 
     for expert in Expert:
-        for module in teacher.experts[expert].modules():
+        for module in teacher.experts[expert].module.modules():
             module.register_forward_pre_hook(lambda *_, expert=expert: note(expert))
     for expert in (*Expert, *Expert):
         teacher.velocity(some_batch(expert))
@@ -190,14 +193,14 @@ def test_rope_tables_survive_every_engine(wan1: Path, stage: int, precision: str
     adam = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
     ds = {"train_batch_size": 1, "optimizer": adam, "zero_optimization": {"stage": stage}}
     ds |= PRECISIONS[precision]
-    student = Learner({Expert.HIGH_NOISE: small_transformer(1)}, student_engine(load(ds), 1))
+    student = learner_of(small_transformer(1), student_engine(load(ds), 1))
     assert_tables(student.engine(Expert.LOW_NOISE).module, wan1)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 4.0])
 def test_guidance_blends_text_and_null_branch(wan1: Path, scale: float) -> None:
     b, null_LD = some_batch(Expert.HIGH_NOISE), keyed_normal((512, 32), "null")
-    inner = LocalTeacher(dict.fromkeys(Expert, by_diffusers(wan1 / "transformer", torch.float32)))
+    inner = LocalTeacher(dict.fromkeys(Expert, Network(by_diffusers(wan1 / "transformer", torch.float32))))
     null = replace(b, conditioning=Conditioning(null_LD.expand_as(b.conditioning.text_BLD)))
     expected = scale * inner.velocity(b) + (1 - scale) * inner.velocity(null)
     guided = GuidedTeacher(inner, Guidance(null_LD, dict.fromkeys(Expert, scale)))

@@ -19,6 +19,7 @@ from wandistiller.evaluation.candidates import read_candidate
 from wandistiller.evaluation.draw_samples import Sampling, sample
 from wandistiller.experts import Expert
 from wandistiller.flow import FlowSchedule
+from wandistiller.network.network import Network
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.keyed_random import keyed_normal
@@ -67,7 +68,7 @@ def test_denoise_makes_the_stock_pipeline_s_latents_and_the_vae_its_pixels(
     given = {"prompt_embeds": text_BLD, "negative_prompt_embeds": null_BLD, "latents": noise}
     given |= {"height": 32, "width": 64, "num_frames": 5, "guidance_scale": 5.0, "num_inference_steps": 8}
     stock, pixels_BFCHW = (pipe(output_type=kind, **given).frames for kind in ("latent", "pt"))
-    teacher = LocalTeacher(dict.fromkeys(Expert, pipe.transformer))
+    teacher = LocalTeacher(dict.fromkeys(Expert, Network(pipe.transformer)))
     guided = GuidedTeacher(teacher, Guidance(null_BLD[0], dict.fromkeys(Expert, 5.0)))
     x0_BCFHW, _ = denoise(guided.velocity, folder, folder.shift, noise, Conditioning(text_BLD), 8)
     torch.testing.assert_close(x0_BCFHW, stock, rtol=0, atol=2e-5)

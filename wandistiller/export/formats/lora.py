@@ -27,7 +27,7 @@ from wandistiller.export.output import check_files, check_folder, per_expert, re
 from wandistiller.export.source import Source, arguments, clip, written
 from wandistiller.export.whole_model import WholeModel
 from wandistiller.flow import EULER
-from wandistiller.student.lora import adapter_state, linear_layers
+from wandistiller.network.adapters import adapter_state, linear_layers
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import write_json
 from wandistiller.utils.parameter_patterns import any_names, unknown_parts

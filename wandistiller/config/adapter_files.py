@@ -1,11 +1,12 @@
-"""The LoRA files that the adapters of a student's networks begin with, of a `config.job.Job`."""
+"""The LoRA files, or the earlier run, that the adapters of a student's networks begin with."""
 
 import json
-from typing import Any
 
+from wandistiller.config.job import Job
+from wandistiller.config.networks import without_start
 from wandistiller.experts import Expert
-from wandistiller.student.lora import Lora, target_layers
-from wandistiller.utils.errors import RECIPE, ConfigError, Place
+from wandistiller.network.adapters import Lora, target_layers
+from wandistiller.utils.errors import RECIPE, ConfigError, Place, Problem
 from wandistiller.wan.added_lora import (
     AddedLora,
     added_changes,
@@ -20,12 +21,12 @@ from wandistiller.wan.lora_files import LowRank
 WHERE = Place(RECIPE, "lora.start")
 
 
-def start_bases(job: Any) -> dict[Expert, Expert]:
+def start_bases(job: Job) -> dict[Expert, Expert]:
     """Return the teacher's network that each of the student's is made of."""
-    return job.bases or {expert: expert for expert in job.student_experts}
+    return job.networks.bases or {expert: expert for expert in job.networks.student}
 
 
-def start_files(job: Any) -> list[AddedLora]:
+def start_files(job: Job) -> list[AddedLora]:
     """Return the files of `lora.start`; of two experts those alone that a network is made of, if any is.
 
     Raises:
@@ -39,17 +40,17 @@ def start_files(job: Any) -> list[AddedLora]:
     for one in given:
         more = ["--targets", *lora.targets, "--rank", min(ranks, default=lora.rank)]
         require_no_full_model(one.file, job.run.teacher_path, more)
-    files = with_experts(WHERE, given, job.folder.configs if job.bases else bases)
+    files = with_experts(WHERE, given, job.folder.configs if job.networks.bases else bases)
     return [one for one in files if any(map(one.is_for, bases))] or files
 
 
-def start_changes(job: Any, network: Expert, *, weights: bool = True) -> dict[str, LowRank]:
+def start_changes(job: Job, network: Expert, *, weights: bool = True) -> dict[str, LowRank]:
     """Return what the adapters of a network begin as, by layer; without `weights` on the meta device."""
     base = start_bases(job)[network]
     return added_changes(start_files(job), job.student_transformer, base, weights=weights)
 
 
-def start_problems(job: Any) -> list[str]:
+def start_problems(job: Job) -> list[str]:
     """List the problems of `lora.start`; the files are read."""
     lora, config = Lora(**job.run.lora or {}), job.student_transformer
     try:
@@ -70,7 +71,32 @@ def start_problems(job: Any) -> list[str]:
     return problems
 
 
-def start_lines(job: Any) -> list[str]:
+def start_lines(job: Job) -> list[str]:
     """Say which file begins the adapters of which network, and which of its keys do not."""
     files = [] if job.start or job.resume_from else start_files(job)
     return added_lines(files, dict.fromkeys(start_bases(job).values(), job.student_transformer), "start")
+
+
+def changed_adapters(job: Job) -> list[str]:
+    """List the adapters that differ from those of the run that they begin with.
+
+    That run's would be merged into a copy of the teacher's weights for every role.
+    """
+    before, lora = job.start and job.start.facts, job.run.lora
+    if not before or not before.bases or lora is None:
+        return []
+    if lora.get("start") and not job.previous:  # of an earlier stage's it was the beginning
+        whose = f"but the student begins with the adapters of {job.start.folder}. Keep one."
+        return [Problem(f"`lora.start` is {lora['start']}, {whose}", RECIPE, "lora.start")]
+    if (old := without_start(before.lora)) == (new := without_start(lora)):
+        return []
+    changed = {key: value for key, value in old.items() if new[key] != value}
+    if "rank" in changed and before.lora.get("alpha") is None and lora.get("alpha") is None:
+        changed.pop("alpha", None)  # it follows from the rank
+    keys = ", ".join(changed)
+    text = (
+        f"`lora` has another {keys} than the run {job.start.folder}, whose adapters it begins with: "
+        "they would be merged, and each role need a copy of the whole network. Write that run's "
+        f"{json.dumps(changed)}, or begin anew with its exported file as `lora.start`."
+    )
+    return [Problem(text, RECIPE, "lora")]

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from wandistiller.teacher.block_source import BlockSource
+from wandistiller.network.block_source import BlockSource
 
 LAYERS = 5
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from wandistiller.batch import Conditioning, State
 from wandistiller.experts import Expert
+from wandistiller.network.heads import PROJECTIONS
+from wandistiller.network.network import Computing, Network, Trained
 from wandistiller.student.learner import Learner
-from wandistiller.student.projections_and_heads import PROJECTIONS, add_heads
 from wandistiller.utils.keyed_random import keyed_normal
 
 FRAMES, OF_A_FRAME = 3, 4
@@ -37,7 +38,7 @@ def outputs(batch: State, added_to_first: float) -> tuple[Tensor, Tensor]:
         added_to_first: to the hidden states of the first frame that this head is given.
     """
     model, made = small_transformer(0, 2, in_channels=48, out_channels=48), {}
-    add_heads(model)
+    network = Network(model).prepare(Trained(has_heads=True), computing=Computing.of(engine()))
     head: nn.Module = getattr(model, PROJECTIONS)["1"]
     nn.init.normal_(head[1].weight, generator=torch.Generator().manual_seed(0))
 
@@ -48,7 +49,7 @@ def outputs(batch: State, added_to_first: float) -> tuple[Tensor, Tensor]:
         return made["h"]
 
     model.blocks[1].register_forward_hook(changed)
-    critic = Learner({Expert.HIGH_NOISE: model}, engine(), role="critic")
+    critic = Learner({Expert.HIGH_NOISE: network}, engine(), role="critic")
     return critic.forward(batch).features[1].detach(), head(made["h"]).detach()
 
 

@@ -16,7 +16,7 @@ from trainers import job_of
 from wandistiller.cli.main import main
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
-from wandistiller.student.lora import Lora, add_lora, begin_with
+from wandistiller.network.adapters import Lora, add_lora, begin_with
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.lora_files import read_lora
@@ -133,7 +133,7 @@ def test_adapters_alone_need_no_student_config_and_are_of_the_whole_teacher(
 
     job = job_of(vars_of(merged(given | {"output_dir": str(tmp_path / "run"), "lora": {}}, {}, str(file))))
     assert job.student.experts == "two" and job.student_transformer == job.folder.config
-    assert job.run.lora == {"rank": 16} and len(job.bases) == 2
+    assert job.run.lora == {"rank": 16} and len(job.networks.bases) == 2
 
 
 def vars_of(run: RunConfig) -> dict[str, Any]:

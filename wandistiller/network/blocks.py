@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from wandistiller.engine.activation_checkpointing import CheckpointPolicy
-from wandistiller.student.projections_and_heads import PROJECTIONS
-from wandistiller.teacher.block_source import SOURCE
+from wandistiller.network.block_source import SOURCE
+from wandistiller.network.heads import PROJECTIONS
 from wandistiller.wan.structure import PARTS
 
 

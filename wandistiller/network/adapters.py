@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from wandistiller.student.projections_and_heads import PROJECTIONS
+from wandistiller.network.heads import PROJECTIONS
 from wandistiller.utils.errors import RECIPE, Problem, problem
 from wandistiller.utils.parameter_patterns import any_names, names_part, unknown_parts
 from wandistiller.utils.validation import Count, Positive, Text, check, types_of, write
@@ -17,6 +17,9 @@ from wandistiller.wan import transformer
 from wandistiller.wan.lora_files import LowRank
 from wandistiller.wan.structure import ATTENTION_MAPS, IMAGE_MAPS
 from wandistiller.wan.transformer_config import TransformerConfig
+
+BASE_LAYER = ".base_layer."
+"""Part of the names of a linear layer with an adapter (peft 0.21)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +53,7 @@ def lora_value_problems(given: dict[str, Any] | None) -> list[str]:
 
 
 def lora_problems(lora: Lora, frozen: list[str] | None, config: TransformerConfig) -> list[str]:
-    """List what does not fit the run in `lora`; `start_places` checks its files."""
+    """List what does not fit the run in `lora`; `config.adapter_files` checks its files."""
     lacking = Problem("`lora` needs peft. Run: pip install peft", RECIPE, "lora")
     problems = [] if find_spec("peft") else [lacking]
     if frozen:

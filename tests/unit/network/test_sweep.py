@@ -10,14 +10,13 @@ from states import state
 
 from wandistiller.batch import Batch, Prediction
 from wandistiller.experts import Expert
+from wandistiller.network.network import Network
+from wandistiller.network.sweep import block_by_block
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, Teacher
 from wandistiller.teacher.block_stream import BUFFERS
 from wandistiller.teacher.build import build_teacher
-from wandistiller.teacher.sweep import block_by_block
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.pipeline import open_wan
-from wandistiller.wan.transformer import meta_transformer
-from wandistiller.wan.transformer_config import TransformerConfig
 
 SIZES = [(2, 4, 9), (1, 6, 5), (3, 4, 7)]
 """Samples, height and rows of text of three batches."""
@@ -37,8 +36,8 @@ HIGH, LOW = Expert
 MIXED = batches(HIGH, LOW, HIGH)
 
 
-def networks() -> dict[Expert, torch.nn.Module]:
-    return {e: small_transformer(seed, 4).eval() for seed, e in enumerate(Expert)}
+def networks() -> dict[Expert, Network]:
+    return {e: Network(small_transformer(seed, 4).eval()) for seed, e in enumerate(Expert)}
 
 
 def guided(inner: Teacher, passes: int) -> GuidedTeacher:
@@ -65,7 +64,8 @@ def test_no_batch_enters_a_block_before_all_have_finished_the_one_before() -> No
     model, order = small_transformer(0, 4).eval(), []
     for number, block in enumerate(model.blocks):
         block.register_forward_hook(lambda *_, number=number: order.append(number))
-    LocalTeacher(dict.fromkeys(Expert, model), sweeps=True).predict_all(batches(HIGH, HIGH, HIGH), ())
+    teacher = LocalTeacher(dict.fromkeys(Expert, Network(model)), sweeps=True)
+    teacher.predict_all(batches(HIGH, HIGH, HIGH), ())
     assert order == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
 
 
@@ -76,7 +76,7 @@ def test_an_error_in_one_call_is_raised_and_no_hook_stays() -> None:
         raise MemoryError("of the second block")
 
     failing = model.blocks[1].register_forward_hook(fail)
-    teacher = LocalTeacher(dict.fromkeys(Expert, model), sweeps=True)
+    teacher = LocalTeacher(dict.fromkeys(Expert, Network(model)), sweeps=True)
     with pytest.raises(MemoryError, match="of the second block"):
         teacher.predict_all(batches(HIGH, HIGH, HIGH), (0,))
     failing.remove()
@@ -95,7 +95,7 @@ def streamed(wan2: Path, one_rank: torch.device) -> LocalTeacher:
     return build_teacher(open_wan(str(wan2)), placement("streamed", "float32"))
 
 
-def buffers(model: torch.nn.Module) -> list[torch.UntypedStorage]:
+def buffers(model: Network) -> list[torch.UntypedStorage]:
     """The storages that the blocks' parameters are in, in the order of the blocks."""
     found = {}
     for block in model.blocks:
@@ -114,7 +114,7 @@ def test_all_blocks_of_both_experts_share_two_buffers_of_the_largest_block(strea
 def test_while_a_block_is_computed_the_next_one_arrives_in_the_other_buffer(
     streamed: LocalTeacher, wan2: Path
 ) -> None:
-    model, there = streamed.experts[HIGH], []
+    model, there = streamed.experts[HIGH].module, []
     whole = type(model).from_pretrained(wan2 / "transformer")
 
     def look(number: int) -> None:
@@ -145,8 +145,8 @@ def test_a_sweep_copies_each_block_once(streamed: LocalTeacher, monkeypatch: pyt
 
 def test_weights_do_not_change_under_a_call_for_another_expert(streamed: LocalTeacher, wan2: Path) -> None:
     whole = {
-        e: type(meta_transformer(TransformerConfig.of(m.config))).from_pretrained(wan2 / e.value)
-        for e, m in streamed.experts.items()
+        e: Network(type(network.module).from_pretrained(wan2 / e.value))
+        for e, network in streamed.experts.items()
     }
     for batch in MIXED * 2:
         assert same(streamed.predict(batch, (1,)), LocalTeacher(whole).predict(batch, (1,)))
