@@ -24,6 +24,7 @@ from wandistiller.evaluation.draw_samples import Sampling, draw, open_pipeline, 
 from wandistiller.evaluation.quantization_error import quantization_error
 from wandistiller.experts import Expert
 from wandistiller.monitoring import memory_usage
+from wandistiller.network.network import Network
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, local_modules
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.placements.base import Placement
@@ -66,7 +67,7 @@ class DiffusersPipeline:
         self.denoising = 0.0
         """Seconds of the last call of `draw` between text encoder and VAE."""
         high, low = self._pipeline.transformer, self._pipeline.transformer_2 or self._pipeline.transformer
-        experts = LocalTeacher({Expert.HIGH_NOISE: high, Expert.LOW_NOISE: low})
+        experts = LocalTeacher({Expert.HIGH_NOISE: Network(high), Expert.LOW_NOISE: Network(low)})
         self._network = GuidedTeacher(experts, Guidance(null_text_LD, scales(sampling)))
         self._last_expert = Expert.HIGH_NOISE
 
