@@ -194,6 +194,19 @@ def test_help_and_a_wrong_flag_import_no_torch(module: str) -> None:
     } == set()
 
 
+def test_one_function_opens_the_jsons_that_a_run_names_and_one_those_of_evaluate() -> None:
+    def openers(module: str) -> list[str]:
+        if "wandistiller.engine.ds_config.load" not in imports(module):
+            return []
+        calls = {
+            f.name: [ast.unparse(n.func) for n in ast.walk(f) if isinstance(n, ast.Call)]
+            for f in functions(module)
+        }
+        return [name for name, called in calls.items() for one in called if one == "load"]
+
+    assert offenders(openers) == {"config.validate": ["_opened"], "cli.evaluate": ["_placement"]}
+
+
 def test_no_other_folder_imports_the_files_that_made_the_embedded_teachers() -> None:
     def makers(module: str) -> list[str]:
         return [i for i in own_imports(module) if i.startswith("tiny.making.")]

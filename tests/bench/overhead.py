@@ -25,9 +25,9 @@ from common import ROOT, Row, head, on_cpu, parser, row
 
 on_cpu()
 
-from wandistiller.utils import allocators
+from wandistiller.utils import system_memory
 
-allocators.set_defaults()
+system_memory.set_allocators()
 
 import torch
 from diffusers import WanTransformer3DModel

@@ -11,7 +11,7 @@ from typing import Any
 from common import head, parser, row
 
 from wandistiller.config.job import Job
-from wandistiller.config.run_config import read_run_config
+from wandistiller.config.recipe import recipe_of
 from wandistiller.config.validate import read_job
 from wandistiller.distributed import collectives
 from wandistiller.engine.patches import patch_deepspeed
@@ -47,7 +47,7 @@ def job_of(folder: Path, student: dict[str, Any]) -> Job:
         "teacher_dtype": "float32",
     }
     quick = read_json("ds_configs/recipes/quickstart.json") | changes
-    return read_job(read_run_config(quick, {}), 1)
+    return read_job(recipe_of(quick, {}).runs[""], 1)
 
 
 def weights_of(job: Job, expert: Expert, cut: WidthSlicer | None) -> Any:

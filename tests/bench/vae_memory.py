@@ -14,8 +14,8 @@ from published_wan import VAE21, VAE22
 
 from wandistiller.monitoring import memory_usage
 from wandistiller.wan.components import UMT5_XXL, decoded, encoded, states, text_encoder_of
-from wandistiller.wan.fake_tensor_memory import text_encoding
-from wandistiller.wan.vae import PARTS, FittingVae
+from wandistiller.wan.fake_tensor_memory import coding, text_encoding
+from wandistiller.wan.vae import FittingVae
 
 MIB = 2**20
 VAES = {
@@ -48,7 +48,7 @@ def planned(case: tuple) -> int:
     if case[0] == "text":
         return text_encoding(TEXT, "float32", accelerator=False).work
     call, _, tiles = case[1].partition(" ")
-    return PARTS[call](VAES[case[0]], shape(*case), accelerator=False, tiles=bool(tiles)).work
+    return coding(call, VAES[case[0]], shape(*case), accelerator=False, tiles=bool(tiles)).work
 
 
 @torch.no_grad()

@@ -41,7 +41,7 @@ from wandistiller.utils.files import read_json
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import pipeline, transformer
 from wandistiller.wan.components import UMT5_XXL, decoded, encoded, states, text_encoder_of, vae_of
-from wandistiller.wan.fake_tensor_memory import decoding, encoding, text_encoding
+from wandistiller.wan.fake_tensor_memory import coding, text_encoding
 from wandistiller.wan.transformer import meta_transformer, set_parameter, usual_config
 from wandistiller.wan.transformer_config import TransformerConfig
 
@@ -181,12 +181,12 @@ def coders(small: bool) -> Iterator[str]:
             spatial, vae = config.get("scale_factor_spatial", 8), vae_of(config).to(KIND)
             pixels = (1, 3, frames, *size)
             latents = (1, config["z_dim"], 1 + (frames - 1) // 4, *(n // spatial for n in size))
-            for what, shape, plan, call in (
-                ("encode", pixels, encoding, encoded),
-                ("decode", latents, decoding, decoded),
+            for what, shape, call in (
+                ("encode", pixels, encoded),
+                ("decode", latents, decoded),
             ):
                 x = torch.randn(shape)
-                planned = plan(config, shape, accelerator=True).work
+                planned = coding(what, config, shape, accelerator=True).work
                 measured, took = peak_of(lambda: call(vae, x.to(KIND)))  # noqa: B023
                 ratios.append(planned / measured if measured else 1)
                 yield f"| {name} | {what} {frames} | {planned // MIB} | {measured // MIB} | {took:.2f} |"

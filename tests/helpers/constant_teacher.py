@@ -9,7 +9,7 @@ from wandistiller.batch import STUDENT, Batch, Conditioning, Prediction, State
 from wandistiller.experts import Expert
 from wandistiller.flow import FlowSchedule
 from wandistiller.objectives.objective import Objective
-from wandistiller.objectives.script import TEACHER, Ask, Learn, Loss, Play, Question, Script, Slope
+from wandistiller.objectives.script import TEACHER, Ask, Learn, Loss, Losses, Play, Question, Script, Slope
 from wandistiller.teacher.base import Teacher
 
 X0, NOISE = torch.zeros(2, 1, 1, 2, 2), torch.full((2, 1, 1, 2, 2), 2.0)
@@ -41,21 +41,21 @@ class Constant(Teacher):
 
 def answered(
     script: Script,
-    networks: dict[str, Callable[[Ask], Prediction]],
+    networks: dict[str, Callable[[Ask | Learn], Prediction]],
     learned: Callable[[State], Prediction],
     slope: Callable[[Slope], Tensor] | None = None,
-) -> Loss:
-    """Play a script with networks by role, that which learns, and the slope of the critic's."""
+) -> Loss | Losses:
+    """Play a script with networks by role, the student where it learns, and the slope of the critic's."""
 
     def answer(question: Question) -> Prediction | Tensor:
-        if isinstance(question, Learn):
+        if isinstance(question, Learn) and question.role == STUDENT:
             return learned(question.state)
         return slope(question) if isinstance(question, Slope) else networks[question.role](question)
 
     play = Play(lambda: script)
     while play.questions:
         play.answer([*map(answer, play.questions)])
-    return play.loss
+    return play.result
 
 
 def losses(
@@ -71,4 +71,4 @@ def losses(
         TEACHER: lambda ask: teacher.predict(ask.state, ask.blocks),
         STUDENT: lambda ask: Prediction(student(ask.state)),
     }
-    return answered(objective.script(STUDENT, states, schedule), networks, learned).rows_TB
+    return answered(objective.script(STUDENT, states, schedule), networks, learned)[STUDENT].rows_TB

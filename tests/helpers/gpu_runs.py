@@ -11,7 +11,7 @@ from recipes import student_engine, train
 from simulated import Simulated
 from small_wan import IMAGE_FORMS, make_wan
 
-from wandistiller.data.text_cache import text_fingerprint
+from wandistiller.data.conditions import text_fingerprint
 from wandistiller.utils.files import read_json
 
 FLOAT32 = {"bf16": {"enabled": False}}

@@ -1,14 +1,18 @@
 """The small run of recipes.py without engines: diffusers' modules, torch's AdamW, the same random numbers."""
 
+import statistics
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from diffusers import WanTransformer3DModel
 from peft import LoraConfig
 from recipes import ADAM
 
-from wandistiller.batch import STUDENT, State
+from wandistiller.batch import STUDENT, Conditioning, State
 from wandistiller.config.job import Job
+from wandistiller.data.micro_batches import MicroBatches
+from wandistiller.engine.batch_size import BatchSize
 from wandistiller.experts import Expert
 from wandistiller.objectives.dmd2 import CRITIC, drawn
 from wandistiller.training.prepare import prepare
@@ -94,34 +98,75 @@ def plain_losses(job: Job, steps: int, dtype: torch.dtype = torch.float32) -> li
 
 
 class PlainDmd2:
-    """DMD2 in plain PyTorch: two networks, two optimizers, the same random numbers."""
+    """DMD2 in plain PyTorch, in the order of objectives/dmd2.py: two networks, two optimizers."""
 
     def __init__(self, job: Job):
-        self.job, settings = job, job.objective.terms[0]
-        self.updates, self.sigmas = settings.critic_updates, job.schedule.few.sigmas
-        self.warmup = settings.critic_warmup
+        self.job, self.dmd2 = job, job.objective.terms[0]
         self.teacher, self.student = networks(job)
         _, self.critic = networks(job)
-        self.data, conditions, _ = prepare(job)
-        self.text = conditions.text
-        adam = dict(ADAM["params"])
+        data, conditions, _ = prepare(job)
+        total, self.null_LD = job.batch.total, conditions.text[""]
+        self.source = MicroBatches(data, job.schedule, BatchSize(total, 1, total), (16, 1, 4, 4))
+        rates = {self.student: ADAM["params"]["lr"], self.critic: self.dmd2.critic_lr}
         self.optimizers = {
-            self.student: torch.optim.AdamW(learned(self.student), **adam),
-            self.critic: torch.optim.AdamW(
-                learned(self.critic), **adam | {"lr": settings.critic_lr or adam["lr"]}
-            ),
+            network: torch.optim.AdamW(learned(network), **ADAM["params"] | {"lr": lr})
+            for network, lr in rates.items()
         }
 
     def warm_up(self) -> None:
         """Make the updates of the critic alone."""
-        for update in range(self.warmup):
-            self._critic_loss(update)
+        for update in range(self.dmd2.critic_warmup):
+            self.update_critic(update)
 
     def step(self, step: int) -> tuple[float, float]:
         """Make a step; return the student's loss and the mean of the critic's."""
-        first = self.warmup + step * (self.updates + 1)
-        critic = [self._critic_loss(first + k) for k in range(self.updates)]
-        return self._student_loss(first + self.updates), sum(critic) / len(critic)
+        alone = self.dmd2.critic_updates - self.dmd2.shared
+        first = self.dmd2.critic_warmup + step * (alone + 1)
+        critic = [self.update_critic(first + k) for k in range(alone)]
+        student, *joint = self.update_student(first + alone)
+        return student, statistics.mean(critic + joint)
+
+    def sampled(self, update: int) -> tuple[State, torch.Tensor]:
+        """Sample up to a drawn call; return the noise for the samples, at its level, and x0 of that call."""
+        start = drawn(self.source, update, 0)
+        text_BLD, x = whole(start.conditioning.text_BLD), start.x_t_BCFHW
+        levels = [*self.job.schedule.few.sigmas, 0.0][: start.exit + 2]
+        for sigma, following in pairwise(levels):
+            with torch.set_grad_enabled(following == levels[-1]):  # at the drawn call
+                v = self.student(x, torch.full((len(x),), 1000 * sigma), text_BLD).sample
+            x, x0 = x + (following - sigma) * v, x - sigma * v
+        return replace(start.renoise, conditioning=Conditioning(text_BLD)), x0
+
+    def renoised(self, noise: State, x0: torch.Tensor) -> tuple[State, torch.Tensor]:
+        """The samples with noise, and the velocity of the line from the one to the other."""
+        t, x0 = noise.sigma_B.view(-1, 1, 1, 1, 1), x0.detach()
+        x_t = (1 - t) * x0 + t * noise.x_t_BCFHW
+        return replace(noise, x_t_BCFHW=x_t), noise.x_t_BCFHW - x0
+
+    def update_critic(self, update: int) -> float:
+        sample, target = self.renoised(*self.sampled(update))
+        return self.learn(self.critic, (velocity(self.critic, sample) - target).square().mean())
+
+    def update_student(self, update: int) -> list[float]:
+        """Return the losses of what learned: the student, and the critic if it shares the samples."""
+        noise, x0 = self.sampled(update)
+        sample, target = self.renoised(noise, x0)
+        v_teacher = guided(self.teacher[sample.expert], sample, self.null_LD, SCALES[sample.expert])
+        v_critic = velocity(self.critic, sample)
+        t = sample.sigma_B.view(-1, 1, 1, 1, 1)
+        away = (x0 - (sample.x_t_BCFHW - t * v_teacher)).abs().mean((1, 2, 3, 4), keepdim=True)
+        gradient = t * (v_teacher - v_critic) / away.clamp(min=1e-4)
+        losses = {self.student: (x0 - (x0 - gradient).detach()).square().mean() / 2}
+        if self.dmd2.shared:
+            losses[self.critic] = (v_critic - target).square().mean()
+        return [self.learn(network, loss) for network, loss in losses.items()]
+
+    def learn(self, network: WanTransformer3DModel, loss: torch.Tensor) -> float:
+        self.optimizers[network].zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(learned(network), 1.0)
+        self.optimizers[network].step()
+        return loss.item()
 
     def differences(self, trainer: Trainer) -> dict[str, float]:
         """Return how far each role's weights are from a trainer's, as a share of what Adam can move them.
@@ -142,44 +187,3 @@ class PlainDmd2:
             updates = self.optimizers[network].state[group["params"][0]]["step"]
             shares[role] = ((one - other).square().mean().sqrt() / (group["lr"] * updates)).item()
         return shares
-
-    def _sampled(self, update: int) -> tuple[State, torch.Tensor]:
-        """Draw noise and exit; return the drawn numbers and x0, with gradient through the last call."""
-        indices = list(range(update * self.job.batch.total, (update + 1) * self.job.batch.total))
-        given = self.data.conditioning(indices).map(whole)
-        start, text_BLD = drawn(self.job.schedule, (16, 1, 4, 4), given, indices, update), given.text_BLD
-        x, levels = start.x_t_BCFHW, [*self.sigmas, 0.0]
-        for k in range(start.exit):
-            with torch.no_grad():
-                v = self.student(x, torch.full((len(x),), 1000 * levels[k]), text_BLD).sample
-                x = x + (levels[k + 1] - levels[k]) * v
-        now = levels[start.exit]
-        x0 = x - now * self.student(x, torch.full((len(x),), 1000 * now), text_BLD).sample
-        return start.renoise, x0
-
-    def _learned(self, network: WanTransformer3DModel, loss: torch.Tensor) -> float:
-        optimizer = self.optimizers[network]
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(learned(network), 1.0)
-        optimizer.step()
-        return loss.item()
-
-    def _critic_loss(self, update: int) -> float:
-        at, x0 = self._sampled(update)
-        x0, t = x0.detach(), at.sigma_B.view(-1, 1, 1, 1, 1)
-        x_t = (1 - t) * x0 + t * at.x_t_BCFHW
-        v = self.critic(x_t, 1000 * at.sigma_B, at.conditioning.text_BLD).sample
-        return self._learned(self.critic, (v - (at.x_t_BCFHW - x0)).square().mean())
-
-    def _student_loss(self, update: int) -> float:
-        at, x0 = self._sampled(update)
-        t = at.sigma_B.view(-1, 1, 1, 1, 1)
-        x_t = (1 - t) * x0.detach() + t * at.x_t_BCFHW
-        noised = replace(at, x_t_BCFHW=x_t)
-        v_teacher = guided(self.teacher[at.expert], noised, self.text[""], SCALES[at.expert])
-        with torch.no_grad():
-            v_critic = self.critic(x_t, 1000 * at.sigma_B, at.conditioning.text_BLD).sample
-        scale = (x0.detach() - (x_t - t * v_teacher)).abs().mean((1, 2, 3, 4), keepdim=True)
-        gradient = t * (v_teacher - v_critic) / scale.clamp(min=1e-4)
-        return self._learned(self.student, (x0 - (x0 - gradient).detach()).square().mean() / 2)

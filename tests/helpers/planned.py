@@ -14,12 +14,12 @@ import pytest
 import torch
 from ranks import launcher, write_json
 from ranks import run as run_words
+from reading import run_of
 from recipes import PROMPTS
 from small_wan import make_wan, small_transformer
 
 from wandistiller.cli.main import main
 from wandistiller.config.job import Job
-from wandistiller.config.shorthands import merged
 from wandistiller.config.validate import read_job
 from wandistiller.distributed.collectives import device
 from wandistiller.planner.machine import Machine, machine_now
@@ -46,7 +46,7 @@ def published_job(folder: Path, machine: Machine, wan: str = "Wan2.1-T2V-14B", *
         "data_path": str(folder / "prompts.txt"),
         "output_dir": str(folder / "out"),
     }
-    return read_job(merged({}, usual | more, None), machine.ranks)
+    return read_job(run_of({}, usual | more), machine.ranks)
 
 
 def plan_output(
@@ -133,7 +133,7 @@ def measured(given: dict[str, Any], ranks: int) -> dict[str, int]:
 def job_here(given: dict[str, Any], ranks: int) -> tuple[Job, Machine]:
     """A recipe's run on this machine, and that machine with so many ranks."""
     machine = replace(machine_now(), ranks=ranks, ranks_on_node=ranks)
-    return read_job(merged(given, {}, None), ranks), machine
+    return read_job(run_of(given), ranks), machine
 
 
 def predicted(given: dict[str, Any], ranks: int) -> dict[str, int]:

@@ -21,6 +21,12 @@ RUNS = {
         "lora": {"rank": 4},
         "teacher_deepspeed_config": {"wandistiller": {"placement": "streamed"}},
     },
+    "two networks in one update, on one base": {
+        "objective": DMD2 | {"shared": True},
+        "student_config": {},
+        "lora": {"rank": 4},
+        "teacher_deepspeed_config": {"wandistiller": {"placement": "streamed"}},
+    },
     "a smaller student": {"teacher_deepspeed_config": {"wandistiller": {"placement": "owner"}}},
     "every second block recomputed": {
         "deepspeed_config": student_engine(2, wandistiller={"checkpoint_every": 2}),
@@ -44,7 +50,7 @@ def count(network: nn.Module, counted: Counter, name: str) -> None:
     network.register_forward_hook(learns)
 
 
-@pytest.mark.parametrize("run", slow_but(["adapters on one base"], RUNS))
+@pytest.mark.parametrize("run", slow_but(["two networks in one update, on one base"], RUNS))
 def test_a_step_of_dmd2_makes_the_planned_passes_for_each_of_its_samples(
     run: str, wan1: Path, tmp_path: Path, one_rank: torch.device
 ) -> None:
@@ -52,7 +58,8 @@ def test_a_step_of_dmd2_makes_the_planned_passes_for_each_of_its_samples(
     given = {"objective": DMD2, "guidance_scale": 4.0, "output_dir": str(tmp_path / "run")} | RUNS[run]
     trainer, counted = trainer_of(recipe(tmp_path, wan1, **given)), Counter()
     job, learners = trainer.job, trainer.learners
-    drawn = [next(iter(trainer._read(u, m).values())).exit for u in range(6) for m in range(4)]
+    updates = len(trainer.updates)
+    drawn = [next(iter(trainer._read(u, m).values())).exit for u in range(updates) for m in range(4)]
     (teacher,) = local_modules(trainer.teacher)
     networks = {role: network.module for role, one in learners.items() for network in one.networks.values()}
     for name, network in (networks | {"teacher": teacher}).items():
@@ -60,7 +67,7 @@ def test_a_step_of_dmd2_makes_the_planned_passes_for_each_of_its_samples(
     trainer.train_step(0)
     planned = passes(job)
     own = planned["student"]
-    planned["student"] = own._replace(forward=own.forward + sum(drawn) / 4 - 6 * 1.5)
+    planned["student"] = own._replace(forward=own.forward + sum(drawn) / 4 - updates * 1.5)
     total = job.batch.total
     found = {role: Passes(*(counted[role, kind] / total for kind in Passes._fields)) for role in planned}
     assert found == {role: pytest.approx(each, rel=1e-6) for role, each in planned.items()}

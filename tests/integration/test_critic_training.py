@@ -15,6 +15,7 @@ from wandistiller.objectives.dmd2 import CRITIC
 
 STEPS = 4
 DMD2 = {"name": "dmd2", "steps": 2, "critic_updates": 2, "critic_lr": 2e-3}
+SHARED = DMD2 | {"shared": True}
 SETTINGS = {"objective": DMD2, "max_steps": STEPS, "save_every": 2}
 SETTINGS |= {"guidance_scale": 4.0, "guidance_scale_2": 3.0}
 
@@ -38,13 +39,13 @@ def assert_same_curves(output: Path, reference: Path) -> None:
     assert of_critic(output) == pytest.approx(of_critic(reference), rel=1e-5)
 
 
-def test_losses_and_weights_after_6_updates_of_prompts_alone_equal_those_of_plain_pytorch(
-    folder: Path, wan2: Path, one_rank: torch.device
+@pytest.mark.parametrize(("objective", "micro"), [(DMD2, 8), (SHARED, 8), (SHARED, 2)])
+def test_losses_and_weights_after_two_steps_of_prompts_alone_equal_those_of_plain_pytorch(
+    folder: Path, wan2: Path, one_rank: torch.device, objective: dict[str, Any], micro: int
 ) -> None:
-    engine = student_engine(2, train_micro_batch_size_per_gpu=8)
-    more = {"cache_dir": str(folder / "own"), "deepspeed_config": engine}
-    given = recipe(folder, wan2, output_dir=str(folder / "plain"), **SETTINGS | more)
-    trainer = trainer_of(given)
+    more = {"deepspeed_config": student_engine(2, train_micro_batch_size_per_gpu=micro)}
+    more |= {"objective": objective, "output_dir": str(folder / "plain"), "cache_dir": str(folder / "own")}
+    trainer = trainer_of(recipe(folder, wan2, **SETTINGS | more))
     plain = PlainDmd2(trainer.job)
     for step in range(2):
         result, (loss, critic) = trainer.train_step(step), plain.step(step)
@@ -129,6 +130,9 @@ def test_a_critic_with_fewer_updates_goes_on_where_the_run_is_in_its_schedule(
         ("renoise", DMD2 | {"steps": 3, "sampler": "renoise"}),
         ("critic_follows", DMD2 | {"critic_follows": 0.03}),
         ("head_start", DMD2 | {"critic_warmup": 3}),
+        ("shared", SHARED | {"critic_updates": 1, "critic_follows": 0.03}),
+        ("shared_heads", SHARED | {"gan": 0.03, "critic_warmup": 1}),
+        ("shared_joint", [SHARED | {"sampler": "renoise"}, {"name": "consistency", "weight": 3}]),
         ("joint", [DMD2 | {"sampler": "renoise"}, {"name": "consistency", "weight": 3}]),
         ("heads", DMD2 | {"gan": 0.03}),
     ],

@@ -18,13 +18,14 @@ from huggingface_hub import constants
 from PIL import Image
 from published_wan import PUBLISHED, Published, hub_cache
 from ranks import losses, wandistiller
+from reading import read_run
 from recipes import ADAM, recipe_file, student_engine
 from safetensors.torch import load_file
 from small_wan import FORMS, make_wan
 
 from wandistiller.cli.main import main
 from wandistiller.config.job import Job
-from wandistiller.config.run_config import RunConfig, read_run_config
+from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.training.prepare import prepare
 from wandistiller.wan import transformer
@@ -133,7 +134,7 @@ def run(
         more |= {"max_steps": 2, "rollout_steps": 2, "height": 32, "width": 64, "num_frames": frames}
         more |= {"deepspeed_config": student_engine(2, offload=False, optimizer=TORCH_ADAM)}
         file = recipe_file(folder, where, **more)
-        job = read_job(read_run_config(json.loads(file.read_text()), {}), world=1)
+        job = read_job(read_run(str(file), {}), world=1)
         prepare(job)
         prepared = set(job.cache.rglob("*.safetensors"))
         wandistiller("train", "--recipe", file)

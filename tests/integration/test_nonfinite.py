@@ -17,6 +17,7 @@ from slow_cases import slow_but
 from torch import Tensor
 from trainers import trainer_of
 
+from wandistiller.batch import STUDENT
 from wandistiller.checkpoint import loading
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
@@ -64,7 +65,8 @@ def learn(taught: Learner, step: int, wrong: Callable[[Tensor], Tensor] | None =
     trained = taught.engine(Expert.HIGH_NOISE)
     for micro in range(2):
         loss = taught.velocity(batch(2 * step + micro)).square().mean()
-        trained.backward(propagate_nonfinite(wrong(loss) if micro and wrong else loss))
+        losses = {STUDENT: wrong(loss) if micro and wrong else loss}
+        trained.backward(propagate_nonfinite(losses)[STUDENT])
         trained.step()
     taught.update_ema(Expert.HIGH_NOISE, step + 1)
     return loss.item()

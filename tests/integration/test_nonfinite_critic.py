@@ -7,16 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpointed import spoil_cached
+import torch
+from checkpointed import equal, spoil_cached
 from ranks import metrics, wandistiller
-from recipes import recipe_file, student_engine
+from recipes import recipe, recipe_file, student_engine
 from slow_cases import slow_but
+from torch import Tensor
+from trainers import trainer_of
 
 from wandistiller.batch import STUDENT
 from wandistiller.checkpoint import loading
 from wandistiller.checkpoint.safetensors_stream import ShardedTensors
 from wandistiller.experts import Expert
 from wandistiller.objectives.dmd2 import CRITIC
+from wandistiller.training.trainer import Trainer
+from wandistiller.training.update import propagate_nonfinite
 
 DMD2 = {"name": "dmd2", "steps": 2, "critic_updates": 2, "critic_lr": 2e-3}
 SETTINGS: dict[str, Any] = {
@@ -78,6 +83,38 @@ def test_a_run_that_stops_names_the_sample_and_keeps_its_last_checkpoint(
     finished = len(metrics(output))
     kept = [int(folder.name[5:]) for folder in (output / "checkpoints").glob("step_*")]
     assert all(step <= finished for step in kept)
+
+
+def weights(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
+    modules = {role: one.engine(Expert.HIGH_NOISE).module for role, one in trainer.learners.items()}
+    return {role: {n: p.detach().clone() for n, p in m.named_parameters()} for role, m in modules.items()}
+
+
+def test_of_an_update_that_trains_both_networks_neither_learns_and_the_file_has_both_losses(
+    cache: Path, tmp_path: Path, wan1: Path, one_rank: torch.device
+) -> None:
+    """One of the first two has the sample."""
+    shutil.copytree(cache / "cache", tmp_path / "cache")
+    shared = {"objective": DMD2 | {"critic_updates": 1, "shared": True}, "on_nonfinite": "skip"}
+    trainer = trainer_of(recipe(tmp_path, wan1, output_dir=str(tmp_path / "run"), **SETTINGS | shared))
+    outcomes = []
+    for step in range(2):
+        before, result, after = weights(trainer), trainer.train_step(step), weights(trainer)
+        unchanged = {role: equal(before[role], after[role]) for role in (STUDENT, CRITIC)}
+        bad = {STUDENT: math.isnan(result.loss), CRITIC: math.isnan(result.others[CRITIC]["loss"])}
+        assert unchanged == bad
+        outcomes.append(set(bad.values()))
+    assert sorted(outcomes, key=str) == [{False}, {True}] and trainer.nonfinite.skipped == 1
+    (file,) = (tmp_path / "run" / "nonfinite").glob("step_*.json")
+    assert all(s["losses"].keys() == {"dmd2", CRITIC} for s in json.loads(file.read_text())["samples"])
+
+
+def test_one_loss_that_is_not_finite_spoils_the_gradients_of_all_networks_of_an_update() -> None:
+    values = {role: torch.tensor(1.0, requires_grad=True) for role in (STUDENT, CRITIC)}
+    losses = {STUDENT: 2 * values[STUDENT], CRITIC: values[CRITIC] + math.inf}
+    for loss in propagate_nonfinite(losses).values():
+        loss.backward()
+    assert all(value.grad.isnan() for value in values.values())
 
 
 @pytest.mark.slow

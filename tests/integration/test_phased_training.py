@@ -12,7 +12,8 @@ from recipes import recipe, student_engine
 from slow_cases import slow_but
 
 from wandistiller.checkpoint import loading
-from wandistiller.config.stages import read_jobs, runs_of
+from wandistiller.config.recipe import recipe_of
+from wandistiller.config.stages import read_jobs
 from wandistiller.experts import Expert
 from wandistiller.planner.machine import this_machine
 from wandistiller.planner.peak_memory import plan
@@ -100,7 +101,7 @@ def test_the_student_is_an_ordinary_pipeline_of_two_experts(whole: Path) -> None
 def test_a_plan_counts_one_expert_of_each_role_and_the_finished_one(folder: Path, wan2: Path) -> None:
     given = recipe(folder, wan2, output_dir=str(folder / "plan"), shift=SHIFT, stages=STAGES)
     del given["max_steps"], given["student_config"]
-    jobs = read_jobs(runs_of(given, {}, None), 1)
+    jobs = read_jobs(recipe_of(given, {}), 1)
     phases = [plan(job, this_machine(folder))["train"] for job in jobs]
     assert "student's finished expert" in phases[2].kept and "student's finished expert" not in phases[1].kept
     teachers = [phase.kept["teacher's weights"].host for phase in phases]

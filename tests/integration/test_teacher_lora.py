@@ -89,7 +89,7 @@ def test_the_file_of_adapters_brings_the_teachers_lora_too_to_the_unchanged_teac
 ) -> None:
     pipe = WanPipeline.from_pretrained(wan2)
     pipe.load_lora_weights(str(adapters / "lora.safetensors"), load_into_transformer_2=True)
-    student = read_source(adapters).finished("transformer", torch.float32)
+    _, student = next(read_source(adapters).networks(torch.float32))
     x, text = keyed_normal((2, 16, 1, 4, 4), "x"), keyed_normal((2, 9, 32), "text")
     given = state(x, torch.tensor([0.9, 0.3]), text)
     with torch.no_grad():
@@ -181,7 +181,7 @@ def test_the_card_of_adapters_of_the_low_noise_expert_has_it_at_all_noise_levels
     monkeypatch.chdir(adapters)
     exec(code.replace(first, ""), {"pipe": pipe})
     assert pipe.transformer_2 is None and pipe.config.boundary_ratio is None
-    student = read_source(adapters).finished("transformer", torch.float32)
+    _, student = next(read_source(adapters).networks(torch.float32))
     x, text = keyed_normal((2, 16, 1, 4, 4), "x"), keyed_normal((2, 9, 32), "text")
     at = state(x, torch.tensor([0.95, 0.3]), text)
     with torch.no_grad():

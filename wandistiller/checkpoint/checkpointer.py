@@ -99,7 +99,9 @@ class Checkpointer:
                 for name, content in (engines | {STATE: state}).items():
                     write_json(folder / name, content)
                     written[name] = checksum(folder / name)
-                written |= self._frozen_checksums(folder)
+                frozen = sorted((folder / FROZEN).glob("*"))  # read once, as they never change
+                self._frozen = self._frozen or {f"{FROZEN}/{file.name}": checksum(file) for file in frozen}
+                written |= self._frozen
         except OSError as refused:
             error = error or refused
         if error:
@@ -109,12 +111,6 @@ class Checkpointer:
                 "Free space or fix the disk; the same command then goes on from the last one."
             )
         return written
-
-    def _frozen_checksums(self, folder: Path) -> dict[str, FileChecksum]:
-        """Read the frozen weights once; they never change."""
-        if not self._frozen:
-            self._frozen = {f"{FROZEN}/{f.name}": checksum(f) for f in sorted((folder / FROZEN).glob("*"))}
-        return self._frozen
 
     def _commit(self, folder: Path, target: Path, written: dict[str, FileChecksum]) -> None:
         """Flush and check this rank's files; on rank 0 rename the folder after all ranks'. In a thread."""

@@ -96,7 +96,6 @@ class Facts:
 
     @property
     def config(self) -> TransformerConfig:
-        """The config of each of the student's networks."""
         config = TransformerConfig.of(self.transformer)
         return replace(config, expands_time=bool(self.image_to_video) and not config.joined_channels)
 

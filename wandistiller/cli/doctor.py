@@ -11,7 +11,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, FusedAdamBu
 
 from wandistiller.cli.flags import DoctorFlags
 from wandistiller.distributed import collectives
-from wandistiller.distributed.device import is_untried, on_accelerator, title
+from wandistiller.distributed.device import on_accelerator
 from wandistiller.engine.extensions import BUILD_ERRORS, reason
 from wandistiller.engine.monitors import MONITORS
 from wandistiller.engine.nvcc import find_nvcc
@@ -44,7 +44,19 @@ def run(flags: DoctorFlags) -> None:
     lines += [f"missing    {name}, {EXTRAS[name]}" for name, installed in extras.items() if not installed]
     lines += parts.values()
     lines += differences(collectives.gather_objects((socket.gethostname(), required | extras | parts)))
-    lines += [*_memory(), *slow_bf16()]
+    machine = this_machine(Path())
+    gpus, n = "no GPU: ranks run on the CPU", machine.ranks
+    if machine.device_free is not None:
+        gpus = f"{machine.device_free / GIB:.1f} GiB free of GPU"
+    host, disk = machine.host_free / GIB, machine.disk_free / GIB
+    right = "right" if collectives.all_reduce_sum(collectives.rank() + 1) == n * (n + 1) / 2 else "WRONG"
+    lines += [
+        f"memory     {memory_line(collectives.rank())}",
+        f"a node     {gpus}, {host:.1f} GiB of CPU memory free, {disk:.1f} GiB of disk",
+        f"ranks      {n}, at most {machine.ranks_on_node} a node; "
+        f"{collectives.backend()}, sum over them {right}",
+        *slow_bf16(),
+    ]
     collectives.destroy()
     collectives.show(*lines)
 
@@ -97,23 +109,6 @@ def differences(ranks: list[tuple[str, dict[str, str]]]) -> list[str]:
             where = [f"{state} on {', '.join(dict.fromkeys(names))}" for state, names in nodes.items()]
             lines.append(f"differs    {name}: {'; '.join(where)}. Give all nodes the same environment")
     return lines
-
-
-def _memory() -> list[str]:
-    machine = this_machine(Path())
-    gpus, n = "no GPU: ranks run on the CPU", machine.ranks
-    if machine.device_free is not None:
-        gpus = f"{machine.device_free / GIB:.1f} GiB free of GPU"
-    untried = [f"untried    {title()}: nothing of wandistiller has run on it yet"] if is_untried() else []
-    host, disk = machine.host_free / GIB, machine.disk_free / GIB
-    right = "right" if collectives.all_reduce_sum(collectives.rank() + 1) == n * (n + 1) / 2 else "WRONG"
-    return [
-        *untried,
-        f"memory     {memory_line(collectives.rank())}",
-        f"a node     {gpus}, {host:.1f} GiB of CPU memory free, {disk:.1f} GiB of disk",
-        f"ranks      {n}, at most {machine.ranks_on_node} a node; "
-        f"{collectives.backend()}, sum over them {right}",
-    ]
 
 
 def slow_bf16(root: Path = Path("/")) -> list[str]:

@@ -7,11 +7,8 @@ import torch
 
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.cli.flags import EvaluateFlags
-from wandistiller.config.aliases import teacher_file
-from wandistiller.config.cross_checks import division_problems
-from wandistiller.config.validate import collecting
 from wandistiller.distributed import collectives, device
-from wandistiller.distributed.sequence_parallel import ALONE, Ranks
+from wandistiller.distributed.sequence_parallel import ALONE, Ranks, division_problems
 from wandistiller.engine.ds_config import load
 from wandistiller.engine.preflight import config_problems
 from wandistiller.evaluation.candidates import read_candidate
@@ -26,11 +23,19 @@ from wandistiller.evaluation.draw_samples import (
 from wandistiller.evaluation.evaluator import Evaluation, Evaluator
 from wandistiller.evaluation.items import image_problems, read_items
 from wandistiller.evaluation.report import summary, write
-from wandistiller.monitoring.evaluated import Evaluated
+from wandistiller.monitoring.headline import Evaluated
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.teacher.quantized import missing_problems
+from wandistiller.teacher.strategies import teacher_file
 from wandistiller.teacher.teacher_json import AUTO, read_placement
-from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems, problem, readable
+from wandistiller.utils.errors import (
+    ConfigError,
+    collecting,
+    folder_problems,
+    inside_problems,
+    problem,
+    readable,
+)
 from wandistiller.wan.added_lora import added_lines, read_recorded
 from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
 from wandistiller.wan.pipeline import WanFolder, open_wan, require_weights, usual_for, with_loras

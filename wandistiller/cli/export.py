@@ -9,8 +9,7 @@ from wandistiller.cli.flags import ExportFlags
 from wandistiller.distributed import collectives
 from wandistiller.export import hub
 from wandistiller.export.formats.base import formats
-from wandistiller.export.source import Source, read_source
-from wandistiller.export.whole_model import read_whole_model
+from wandistiller.export.source import read_source, read_whole_model
 from wandistiller.utils.errors import ConfigError, inside_problems, problem
 from wandistiller.wan.lora_experts import is_full_model
 from wandistiller.wan.pipeline import TINY
@@ -22,12 +21,22 @@ def run(flags: ExportFlags) -> None:
     given = {f.name: v for f in fields(kind) if (v := getattr(flags, f.name, None)) is not None}
     written = kind(**given | {"dtype": getattr(torch, flags.dtype)})
     problems = _foreign_problems(name, flags) + written.problems()
+    if flags.ema is not None and flags.teacher_path:
+        problems.append(
+            problem("command line", "ema", flags.ema, "A whole model has one kind of weights; remove it.")
+        )
     if flags.private and not flags.push_to_hub:
         problems.append("command line: `private` is given without `push_to_hub`. Give both, or remove it.")
     if problems:
         raise ConfigError(*problems)
     repository = hub.check(flags.push_to_hub) if flags.push_to_hub else ""
-    source = _source(flags, name)
+    if flags.teacher_path:
+        source = read_whole_model(str(flags.checkpoint), flags.teacher_path)
+    elif name == "lora" and is_full_model(flags.checkpoint) and not (flags.checkpoint / STATE).is_file():
+        remedy = "Say with --teacher_path which pipeline a LoRA of it is for."
+        raise ConfigError(f"{flags.checkpoint}: is a whole model. {remedy}")
+    else:
+        source = read_source(flags.checkpoint, flags.ema)
     teacher = source.facts.teacher_path
     inputs = {"checkpoint": source.folder} | ({} if teacher in TINY else {"the teacher": teacher})
     if problems := inside_problems("output", flags.output, inputs):
@@ -36,16 +45,6 @@ def run(flags: ExportFlags) -> None:
     collectives.show(*exported)
     if repository:
         collectives.show(hub.push(exported, repository, flags.private))
-
-
-def _source(flags: ExportFlags, name: str) -> Source:
-    """Read the run's checkpoint, or a whole model; raises ConfigError."""
-    if flags.teacher_path:
-        return read_whole_model(str(flags.checkpoint), flags.teacher_path)
-    if name == "lora" and is_full_model(flags.checkpoint) and not (flags.checkpoint / STATE).is_file():
-        remedy = "Say with --teacher_path which pipeline a LoRA of it is for."
-        raise ConfigError(f"{flags.checkpoint}: is a whole model. {remedy}")
-    return read_source(flags.checkpoint, flags.ema)
 
 
 def _foreign_problems(name: str, flags: ExportFlags) -> list[str]:

@@ -9,14 +9,13 @@ from pathlib import Path
 from torch.distributed import DistError
 
 from wandistiller.checkpoint.resume import going_on
+from wandistiller.cli.out_of_memory import advice, chain, is_out_of_memory
 from wandistiller.cli.process import AGAIN, FAULT, NOT_FINITE, OUT_OF_MEMORY, STORAGE, WRONG_INPUT
 from wandistiller.config.job import Job
 from wandistiller.distributed import collectives
-from wandistiller.distributed.oom import chain, is_out_of_memory
 from wandistiller.distributed.shutdown import stopping
 from wandistiller.distributed.watchdog import FailureNotice, tell_torchrun
 from wandistiller.planner.machine import memory_line
-from wandistiller.planner.oom_advice import advice
 from wandistiller.utils.errors import ConfigError, NonFinite, Problems, StorageError
 from wandistiller.utils.files import system_error
 from wandistiller.utils.interrupts import Interrupted
@@ -48,6 +47,7 @@ class Failures:
         """Print and log the error, notify the launcher and the other ranks; return the exit code."""
         printed, for_launcher, first = None, None, collectives.rank() == 0
         where = f"rank {collectives.rank()}, {current.activity}"
+        lost = isinstance(error, RuntimeError) and LOST_CONTACT.search(str(error))
         if isinstance(error, Problems):
             code, text = CODES[type(error)], "\n".join(f"error: {p}" for p in error.problems)
             # the other ranks found the same, or rank 0's watchdog prints it
@@ -66,7 +66,7 @@ class Failures:
             for_launcher, printed = "\n".join([text, *hints]), "\n".join(hints) if first else ""
         elif refused := system_error(error):
             code, text = STORAGE, f"error: {where}: {_in_words(refused, goes_on=bool(self._job))}"
-        elif _lost_contact(error) and (notice := collectives.watchdog.who_failed()):
+        elif (lost or isinstance(error, DistError)) and (notice := collectives.watchdog.who_failed()):
             code, text = notice.code, collectives.watchdog.message(notice)
         else:
             code, text = FAULT, f"{where}: {type(error).__name__}: {error}"
@@ -101,12 +101,6 @@ class Failures:
             return []
         lines = advice(self._job, preparing=current.phase == "prepare")
         return ["What helps:", *(f"  {line}" for line in lines)]
-
-
-def _lost_contact(error: BaseException) -> bool:
-    return isinstance(error, DistError) or (
-        isinstance(error, RuntimeError) and LOST_CONTACT.search(str(error)) is not None
-    )
 
 
 def _in_words(error: OSError, *, goes_on: bool) -> str:

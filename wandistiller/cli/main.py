@@ -66,17 +66,6 @@ def main(argv: list[str] | None = None) -> int:
     return process.OK
 
 
-def _environment_errors() -> int:
-    """Print what is wrong with the launcher's variables; return the exit code, 0 if nothing is.
-
-    Of a process that is about to join the others: one that has joined them holds the port itself.
-    """
-    wrong = launchers.environment_problems(os.environ)
-    if wrong:
-        print("\n".join(f"error: {problem}" for problem in wrong), file=sys.stderr)
-    return process.WRONG_INPUT if wrong else process.OK
-
-
 def _not_loaded(error: BaseException) -> int:
     """Report a library that cannot be imported; return the exit code."""
     reason = [line for line in f"{error}".splitlines() if line.strip()] or [type(error).__name__]
@@ -100,7 +89,11 @@ def command() -> None:
     interrupts.raise_on_signals()
     stopping.remember_launchers()
     try:
-        code = _environment_errors() or main()
+        # before it joins the others: a process that has joined them holds the port itself
+        wrong = launchers.environment_problems(os.environ)
+        for problem in wrong:
+            print(f"error: {problem}", file=sys.stderr)
+        code = process.WRONG_INPUT if wrong else main()
     except interrupts.Interrupted as interrupted:
         print(interrupted, file=sys.stderr)
         code = interrupted.exit_code

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 from wandistiller import __version__
 from wandistiller.cli import flags
-from wandistiller.config.aliases import OlderSettings
 from wandistiller.config.run_config import RunConfig
+from wandistiller.teacher.strategies import strategies
 from wandistiller.utils.errors import closest, is_text
 from wandistiller.utils.files import OTHER_PATHS, PATH_ENDS, at_home
 
@@ -64,9 +64,8 @@ def parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, allow_abbrev=False, **how)
         _ignore_local_rank(command)
         if issubclass(kind := flags.of(name), flags.RunFlags):
-            _accept_older(command)
             _add_flags(command, RunConfig)
-            _add_flags(command, OlderSettings)
+            _accept_older(command)
         _add_flags(command, kind)
     return top
 
@@ -79,10 +78,18 @@ def _ignore_local_rank(command: argparse.ArgumentParser) -> None:
 
 
 def _accept_older(command: argparse.ArgumentParser) -> None:
-    ignored: dict[str, Any] = {"dest": IGNORED, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    """Accept the flags of older command lines: other names of settings, and some that change nothing."""
+    unlisted: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     # launchers imply the first two; samples are always drawn; data is encoded once, then only read
-    command.add_argument("--distributed", "--multi_gpu", "--save_samples", action="store_true", **ignored)
-    command.add_argument("--num_workers", **ignored)
+    needless = ("--distributed", "--multi_gpu", "--save_samples")
+    command.add_argument(*needless, dest=IGNORED, action="store_true", **unlisted)
+    command.add_argument("--num_workers", dest=IGNORED, **unlisted)
+    command.add_argument("--num_steps", dest="max_steps", type=int, **unlisted)
+    teacher: dict[str, Any] = {"dest": "teacher_deepspeed_config"}
+    command.add_argument("--teacher_on_cpu", action="store_const", const="cpu", **teacher, **unlisted)
+    text = "the same as --teacher_deepspeed_config with the name of a shipped JSON"
+    listed = {"default": argparse.SUPPRESS, "help": text, "metavar": "NAME", "choices": [*strategies()]}
+    command.add_argument_group("older names").add_argument("--teacher_device_strategy", **teacher, **listed)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from wandistiller.cli.flags import PlanFlags
 from wandistiller.cli.plan_report import cost, duration, report
-from wandistiller.cli.plan_verdict import Planned, Recipe, adapters_of, verdict
+from wandistiller.cli.plan_verdict import Planned, Recommended, adapters_of, verdict
 from wandistiller.config.job import Job
-from wandistiller.config.stages import placing, read_jobs, runs_of
+from wandistiller.config.recipe import recipe_of
+from wandistiller.config.stages import read_jobs
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import count as number_of_gpus
 from wandistiller.engine.kernels import emulates_bf16
@@ -52,9 +53,8 @@ def plan_lines(flags: PlanFlags, lines: list[str]) -> None:
     machine, here = described(flags), all(getattr(flags, key) is None for key in MACHINE)
     defaults = {} if "output_dir" in values else {"output_dir": "runs/plan"}
     settings = defaults | flags.settings | {"resume": "never"}
-    runs = runs_of(values, settings, flags.recipe, emulates_bf16() if here else None)
-    with placing(flags.recipe, flags.settings):
-        jobs = read_jobs(runs, machine.ranks, here=here)
+    recipe = recipe_of(values, settings, flags.recipe)
+    jobs = read_jobs(recipe, machine.ranks, here=here, emulated=emulates_bf16() if here else None)
     rates, price = override_rates(usual_rates(machine), flags.rates), flags.price_per_gpu_hour
     given, planned, total = values | flags.settings, [], 0.0
     for job in jobs:
@@ -71,10 +71,10 @@ def plan_lines(flags: PlanFlags, lines: list[str]) -> None:
     lines += verdict(planned, adapters)
     if file := flags.recommend:
         best = {one.job.stage: one.fits[0] for one in planned if one.fits}
-        recipe = Recipe(runs, best, given) if len(best) == len(planned) else adapters
-        if not recipe:
+        found = Recommended(recipe.runs, best, given) if len(best) == len(planned) else adapters
+        if not found:
             raise ConfigError(f"Nothing fits that could be recommended. {HELPS}.")
-        lines += recipe.write(file, machine)
+        lines += found.write(file, machine)
     elif any(one.short for one in planned):
         raise ConfigError("The run does not fit this machine; the last lines of the plan say what does.")
 

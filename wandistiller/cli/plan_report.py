@@ -32,15 +32,25 @@ def report(
         here: whether the machine is this one, whose disks can be examined.
         price: of a GPU for an hour.
     """
-    phases, files = plan(job, machine), written(job, accelerator=machine.device_free is not None)
-    needed = _needed(job, phases, machine, files, here)
+    m, gpus = machine, "no GPU"
+    if m.device_free is not None:
+        gpus = f"{m.ranks_on_node} x {m.device_free / GIB:.0f} GiB of GPU memory"
+    phases, files = plan(job, machine), written(job, accelerator=m.device_free is not None)
+    *memory, disk = demands(moments(phases), m)
+    swapped = m.ranks_on_node * most(phases).disk
+    disks = disk_demands(job, m, swapped) if here else [disk._replace(need=swapped + files.whole)]
+    needed = [demand for demand in (*memory, *disks) if demand.need]
+    recomputed, stored = (f"{n / GIB:.2f} GiB" for n in activations(job, machine))
+    as_said, recomputes = " (as its JSON says)", bool(job.student_engine.recompute)
     lines = [
-        *_machine(machine),
+        f"machine   {m.ranks // m.ranks_on_node} node(s), each with {gpus}, "
+        f"{m.host_free / GIB:.0f} GiB of CPU memory, {m.disk_free / GIB:.0f} GiB of disk; {m.ranks} rank(s)",
         *summary(job)[:-1],
         *(precision_lines(job) if here else []),
         "",
         *_table(phases, machine),
-        _activations(job, machine),
+        f"student's activations: {recomputed} with checkpointing{as_said * recomputes}, "
+        f"{stored} without{as_said * (not recomputes)}",
         f"files of all ranks: {files}",
         "",
         *_step(job, times),
@@ -62,16 +72,6 @@ def duration(seconds: float) -> str:
     return f"{seconds:.2g} s" if seconds < 9.95 else f"{seconds:.0f} s"
 
 
-def _machine(m: Machine) -> list[str]:
-    gpus = "no GPU"
-    if m.device_free is not None:
-        gpus = f"{m.ranks_on_node} x {m.device_free / GIB:.0f} GiB of GPU memory"
-    return [
-        f"machine   {m.ranks // m.ranks_on_node} node(s), each with {gpus}, "
-        f"{m.host_free / GIB:.0f} GiB of CPU memory, {m.disk_free / GIB:.0f} GiB of disk; {m.ranks} rank(s)"
-    ]
-
-
 def _table(phases: dict[str, PhasePeak], machine: Machine) -> list[str]:
     """For each kind of memory, the parts of every phase at the moment of its peak of that kind."""
     lines = []
@@ -90,13 +90,6 @@ def _table(phases: dict[str, PhasePeak], machine: Machine) -> list[str]:
     return [*lines[1:], "", why, f"reserve: {', '.join(reserves)}"]
 
 
-def _activations(job: Job, machine: Machine) -> str:
-    recomputed, stored = (f"{n / GIB:.2f} GiB" for n in activations(job, machine))
-    chosen = " (as its JSON says)"
-    first, second = (chosen, "") if job.student_engine.recompute else ("", chosen)
-    return f"student's activations: {recomputed} with checkpointing{first}, {stored} without{second}"
-
-
 def _row(name: str, numbers: Iterable[int]) -> str:
     return f"{name:<56}{''.join(f'{n / GIB:>12.2f}' if n else f'{chr(45):>12}' for n in numbers)}"
 
@@ -105,7 +98,10 @@ def _step(job: Job, times: Times) -> list[str]:
     parts = ", ".join(
         f"{duration(seconds)} the {role}" for role, seconds in times.computing().items() if seconds
     )
-    lines = [f"a step takes about {duration(times.step())} at {_rate(times)}: {parts}"]
+    rate = f"{times.rates.tflops:.3g} TFLOP/s"
+    if any(times.rates.tflops == SHARE * peak for peak, _ in PEAKS.values()):  # the usual one
+        rate += f", {SHARE:.2f} of the card's peak"
+    lines = [f"a step takes about {duration(times.step())} at {rate}: {parts}"]
     if moving := times.moving():
         lines.append(f"meanwhile the teacher's weights are on their way for {duration(moving)}")
     made = [
@@ -121,13 +117,6 @@ def _step(job: Job, times: Times) -> list[str]:
         mean = sum(sweeps.values()) / updates
         lines.append(f"sweeps of the shared base: {mean:.2g} an update; in a step of {updates}, {each}")
     return lines
-
-
-def _rate(times: Times) -> str:
-    """Return the rate of arithmetic, and its share of the card's peak if it is the usual one."""
-    rate = f"{times.rates.tflops:.3g} TFLOP/s"
-    is_usual = any(times.rates.tflops == SHARE * peak for peak, _ in PEAKS.values())
-    return f"{rate}, {SHARE:.2f} of the card's peak" if is_usual else rate
 
 
 def _whole_run(job: Job, machine: Machine, times: Times, price: float | None) -> list[str]:
@@ -154,16 +143,6 @@ def cost(seconds: float, machine: Machine, price: float) -> str:
     """The price of so many seconds of a machine, and its GPU-hours."""
     hours = seconds / 3600 * (machine.ranks if machine.device_free is not None else 0)
     return f"{hours * price:.2f}: {hours:.1f} GPU-hours at {price:g}"
-
-
-def _needed(
-    job: Job, phases: dict[str, PhasePeak], machine: Machine, files: DiskUse, here: bool
-) -> list[Demand]:
-    """Return what the run needs of each kind of memory, and of the disks."""
-    *memory, one = demands(moments(phases), machine)
-    swapped = machine.ranks_on_node * most(phases).disk
-    disks = disk_demands(job, machine, swapped) if here else [one._replace(need=swapped + files.whole)]
-    return [d for d in (*memory, *disks) if d.need]
 
 
 def _verdict(job: Job, needed: list[Demand], files: DiskUse) -> list[str]:

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from wandistiller.config.job import Job
+from wandistiller.config.recipe import in_stages, recipe_of
 from wandistiller.config.run_config import JSON_FILES, ONLY_FLAGS, RunConfig
-from wandistiller.config.stages import in_stages, read_jobs, runs_of
+from wandistiller.config.stages import read_jobs
 from wandistiller.distributed import collectives
-from wandistiller.engine.ds_config import load
+from wandistiller.engine.ds_config import shipped_json
 from wandistiller.engine.ds_overrides import TOTAL, EngineOverrides
 from wandistiller.planner.disk import on_its_disk
 from wandistiller.planner.machine import Demand, Machine
@@ -41,7 +42,7 @@ class Planned(NamedTuple):
     """The simplest pair of shipped JSONs that fits, for each teacher JSON."""
 
 
-class Recipe(NamedTuple):
+class Recommended(NamedTuple):
     """A recipe whose stages fit, by their name."""
 
     runs: dict[str, RunConfig]
@@ -58,7 +59,7 @@ class Recipe(NamedTuple):
         return [f"wrote {file}", f"next: {next_command(file, machine)}"]
 
 
-def verdict(planned: list[Planned], adapters: Recipe | None) -> list[str]:
+def verdict(planned: list[Planned], adapters: Recommended | None) -> list[str]:
     """Say whether every stage fits, and if not, what does."""
     names = [one.job.stage for one in planned if one.short]
     if not names and not all(one.job.teacher.memory_known for one in planned):
@@ -89,7 +90,7 @@ def _fitting_flags(planned: list[Planned]) -> str | None:
     return f"{AUTO} --teacher_deepspeed_config {common}" if common else None
 
 
-def adapters_of(given: dict[str, Any], job: Job, machine: Machine) -> Recipe | None:
+def adapters_of(given: dict[str, Any], job: Job, machine: Machine) -> Recommended | None:
     """Return the recipe of a LoRA of the run's teacher for 4 steps, of two experts in two stages, if it fits.
 
     Teacher, data and size are those `given`, all else that of a shipped recipe. None too where that does not
@@ -100,15 +101,15 @@ def adapters_of(given: dict[str, Any], job: Job, machine: Machine) -> Recipe | N
         return None
     shipped = read_json(f"ds_configs/machines/{LORAS[two, job.folder.config.takes_image]}.json")
     samples = machine.ranks * -(-SAMPLES // machine.ranks)
-    shipped["deepspeed_config"] = load(shipped["deepspeed_config"]).replaced(**{TOTAL: samples}).raw
+    shipped["deepspeed_config"] = shipped_json(shipped["deepspeed_config"]).replaced(**{TOTAL: samples}).raw
     own = {f.name for f in fields(RunConfig) if f.metadata["group"] in ("paths", "size")} - JSON_FILES.keys()
     unset = own | {"batch_size"}
     values = {k: v for k, v in shipped.items() if k not in unset} | {
         k: v for k, v in given.items() if k in own
     }
     try:
-        runs = runs_of(values, {"resume": "never"}, None)
-        stages = read_jobs(runs, machine.ranks, here=False)
+        recipe = recipe_of(values, {"resume": "never"})
+        stages = read_jobs(recipe, machine.ranks, here=False)
     except ConfigError:
         return None
     best: dict[str, Choice] = {}
@@ -116,7 +117,7 @@ def adapters_of(given: dict[str, Any], job: Job, machine: Machine) -> Recipe | N
         if not (choice := next(choices(stage, on_its_disk(machine, stage, None)), None)):
             return None
         best[stage.stage] = choice
-    return Recipe(runs, best, values)
+    return Recommended(recipe.runs, best, values)
 
 
 def next_command(file: str | Path, machine: Machine) -> str:

@@ -8,7 +8,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 from wandistiller.distributed import launchers
-from wandistiller.utils import allocators
+from wandistiller.utils import system_memory
 
 OK, FAULT, WRONG_INPUT, OUT_OF_MEMORY, NOT_FINITE, STORAGE, AGAIN = 0, 1, 2, 3, 4, 74, 75
 """Exit codes; the last two are EX_IOERR and EX_TEMPFAIL of sysexits.h."""
@@ -26,7 +26,7 @@ def set_defaults(env: MutableMapping[str, str]) -> None:
     if env.get("DS_ACCELERATOR") == "cpu":  # hide the GPUs from torch too
         env["CUDA_VISIBLE_DEVICES"] = ""
     launchers.share_cores(env, len(os.sched_getaffinity(0)))
-    allocators.set_defaults()
+    system_memory.set_allocators()
     if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):  # as launch/env.sh: built once
         own = cpu_digest(Path("/proc/cpuinfo").read_text())
         env.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions" / own))

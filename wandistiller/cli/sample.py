@@ -1,25 +1,14 @@
 """`wandistiller sample`: images or videos of a pipeline folder for some prompts."""
 
 from wandistiller.cli.flags import SampleFlags
-from wandistiller.config.cross_checks import division_problems
-from wandistiller.config.validate import collecting
 from wandistiller.data.dataset import PromptItem
 from wandistiller.data.media import Size
 from wandistiller.distributed import collectives
-from wandistiller.distributed.sequence_parallel import Ranks
+from wandistiller.distributed.sequence_parallel import Ranks, division_problems
+from wandistiller.evaluation import draw_samples
 from wandistiller.evaluation.candidates import Candidate, read_candidate
-from wandistiller.evaluation.draw_samples import (
-    STEPS,
-    Sampling,
-    guidance_lines,
-    number_problems,
-    output_problems,
-    resolve_dtype,
-    sample,
-    sampling_problems,
-)
 from wandistiller.evaluation.items import frame_problems, image_problems, read_items, reader_of
-from wandistiller.utils.errors import ConfigError, folder_problems, inside_problems
+from wandistiller.utils.errors import ConfigError, collecting, folder_problems, inside_problems
 from wandistiller.wan.pipeline import usual_for
 
 
@@ -27,40 +16,40 @@ def run(flags: SampleFlags) -> None:
     """Check the flags, sample, print the files' paths. Collective."""
     with collectives.raise_on_all_ranks():
         model, items, settings = read_sampling(flags)
-    dtype = resolve_dtype(flags.dtype)
+    dtype = draw_samples.resolve_dtype(flags.dtype)
     collectives.init()
-    for line in [*model.lines, *guidance_lines(model.facts, settings)]:
+    for line in [*model.lines, *draw_samples.guidance_lines(model.facts, settings)]:
         collectives.log0("%s", line)
     ranks = Ranks.in_groups_of(flags.context_parallel)
-    files = sample(model, items, flags.output, settings, flags.seed, dtype, ranks)
+    files = draw_samples.sample(model, items, flags.output, settings, flags.seed, dtype, ranks)
     collectives.show(*files)
     collectives.destroy()
 
 
-def read_sampling(flags: SampleFlags) -> tuple[Candidate, list[PromptItem], Sampling]:
+def read_sampling(flags: SampleFlags) -> tuple[Candidate, list[PromptItem], draw_samples.Sampling]:
     """Check the flags; return the pipeline, what to sample and how.
 
     Raises:
         ConfigError: with every problem found.
     """
-    problems, items = number_problems("sample", vars(flags)), []
-    problems += folder_problems("output", flags.output) or output_problems(flags.output)
+    problems, items = draw_samples.number_problems("sample", vars(flags)), []
+    problems += folder_problems("output", flags.output) or draw_samples.output_problems(flags.output)
     with collecting(problems):
         items = read_items(flags.prompts, flags.image or [], flags.last_image or [])
     with collecting(problems):
         model = read_candidate(flags.model, flags.lora or [], flags.strength)
         folder = model.folder
         facts, trained, usual = model.facts, model.trained, usual_for(folder)
-        settings = Sampling(
+        settings = draw_samples.Sampling(
             height=flags.height or facts.height or usual.height,
             width=flags.width or facts.width or usual.width,
             num_frames=flags.num_frames or facts.num_frames or folder.shortest,
-            steps=flags.steps or (trained.steps if trained else STEPS),
+            steps=flags.steps or (trained.steps if trained else draw_samples.STEPS),
             guidance_scale=flags.guidance_scale,
             guidance_scale_2=flags.guidance_scale_2,
             negative_prompt=flags.negative_prompt,
         )
-        problems += sampling_problems(folder, settings)
+        problems += draw_samples.sampling_problems(folder, settings)
         problems += image_problems(folder, items, given=bool(flags.image)) if items else []
         size = settings.height, settings.width, settings.num_frames
         heads = {"The pipeline": folder.config.num_attention_heads}

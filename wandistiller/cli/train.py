@@ -6,20 +6,19 @@ from wandistiller.cli.failures import Failures
 from wandistiller.cli.flags import RunFlags
 from wandistiller.config.agreement import require_same
 from wandistiller.config.job import Job
+from wandistiller.config.recipe import read_recipe
 from wandistiller.config.run_config import RunConfig
-from wandistiller.config.same_latents import same_latents_problems
-from wandistiller.config.stages import placing, read_jobs, read_runs, whole_output
+from wandistiller.config.stage_order import latents_problems
+from wandistiller.config.stages import read_jobs, whole_output
 from wandistiller.config.summary import precision_lines, summary
-from wandistiller.config.validate import collecting
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import make_deterministic
 from wandistiller.distributed.shutdown import STOP, stopping
 from wandistiller.engine.kernels import emulates_bf16
 from wandistiller.export.output import check_ends
-from wandistiller.planner.disk import fetch_problems, log_disk_use
+from wandistiller.planner.disk import HELPS, Shortages, fetch_problems, log_disk_use, shortages
 from wandistiller.planner.resolve_auto import resolved
-from wandistiller.planner.shortage import HELPS, Shortages, shortages
-from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.errors import ConfigError, collecting
 from wandistiller.utils.files import delete_leftovers, lock
 from wandistiller.utils.logging import add_log_file, setup_logging
 from wandistiller.wan.pipeline import require_weights
@@ -34,9 +33,8 @@ def run(command: str, flags: RunFlags, failures: Failures) -> None:
     """Run `prepare` or `train`. Collective."""
     with collectives.raise_on_all_ranks():
         emulated = collectives.on_any_rank(emulates_bf16())
-        with placing(flags.recipe, flags.settings):
-            runs = read_runs(flags.recipe, flags.settings, emulated=emulated)
-            stages = read_jobs(runs, collectives.world_size())
+        recipe = read_recipe(flags.recipe, flags.settings)
+        stages = read_jobs(recipe, collectives.world_size(), emulated=emulated)
     of_all = stages[0].run
     setup_logging(of_all.log_level)
     collectives.watchdog.timeout = of_all.timeout
@@ -48,7 +46,7 @@ def run(command: str, flags: RunFlags, failures: Failures) -> None:
     first, output = collectives.rank() == 0, whole_output(stages)
     _require_weights(stages)
     with collectives.raise_on_all_ranks():
-        if problems := same_latents_problems(stages):
+        if problems := latents_problems(stages):
             raise ConfigError(*problems)
     with collectives.raise_on_all_ranks():
         if command == "train" and first:
@@ -115,7 +113,7 @@ def _dry_run(stages: list[Job], command: str) -> None:
             if not job.folder.revision:  # the run itself fetches those of a hub id
                 with collecting(problems):
                     require_weights(job.folder)
-        problems += same_latents_problems(stages)
+        problems += latents_problems(stages)
         if command == "train":
             with collecting(problems):
                 check_ends(stages, whole_output(stages))

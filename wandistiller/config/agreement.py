@@ -25,26 +25,21 @@ def require_same(stages: list[Job], *, weights: bool = True) -> None:
     """
     if collectives.world_size() == 1:
         return
-    left_out = () if weights else ("teacher",)
-    read = ((job, key, value) for job in stages for key, value in _read(job).items() if key not in left_out)
-    own = {_name(job, key): digest(value) for job, key, value in read}
+    own = {
+        f"{job.stage}.{key}".lstrip("."): digest(value)
+        for job in stages
+        for key, value in _read(job).items()
+        if weights or key != "teacher"
+    }
     first, *others = collectives.gather_objects(own)
-    differ: dict[str, None] = {}
-    ranks = []
-    for rank, theirs in enumerate(others, start=1):
-        if keys := [k for k in first | theirs if first.get(k) != theirs.get(k)]:
-            ranks.append(rank)
-            differ |= dict.fromkeys(keys)
-    if differ:
+    differ = [[f"`{k}`" for k in first | theirs if first.get(k) != theirs.get(k)] for theirs in others]
+    if ranks := [rank for rank, keys in enumerate(differ, start=1) if keys]:
+        keys = [*dict.fromkeys(key for of_rank in differ for key in of_rank)]
         raise ConfigError(
-            f"The ranks read different settings or data: {_some([f'`{k}`' for k in differ])}, on rank "
-            f"{_some(ranks)} other than on rank 0. A file changed while the run started, or the nodes do not "
-            "see the same files, or were given other flags. Give all the same, and start again."
+            f"The ranks read different settings or data: {_some(keys)}, on rank {_some(ranks)} other than on "
+            "rank 0. A file changed while the run started, or the nodes do not see the same files, or were "
+            "given other flags. Give all the same, and start again."
         )
-
-
-def _name(job: Job, key: str) -> str:
-    return f"{job.stage}.{key}" if job.stage else key
 
 
 def _read(job: Job) -> dict[str, Any]:

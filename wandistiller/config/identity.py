@@ -5,17 +5,16 @@ import json
 from typing import Any
 
 from wandistiller.checkpoint import resume
-from wandistiller.checkpoint.difference import NAMED
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.checkpoint.loading import ENGINE, network_name, read_state
+from wandistiller.checkpoint.resume import NAMED
 from wandistiller.config.adapter_files import start_bases, start_files
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import JSON_FILES, ONLY_FLAGS
 from wandistiller.config.start import Start, read_start, start_after
 from wandistiller.data.colours import WHITE
 from wandistiller.data.dataset import GIVEN, MediaType
-from wandistiller.data.media import LETTERBOX
-from wandistiller.data.media_record import RECORD, replaced_media
+from wandistiller.data.media import LETTERBOX, RECORD, replaced_media
 from wandistiller.experts import Expert
 from wandistiller.student.config import IMPORTANCE
 from wandistiller.teacher.teacher_json import quantized_facts
@@ -36,14 +35,9 @@ def recorded(job: Job) -> dict[str, Any]:
         run["student_config"] = run["student_config"] | {"init": job.start.name}
     # none of a hub id, which has a commit
     folders = [] if job.folder.revision else [job.folder.path / e.value for e in job.folder.configs]
-    files = {name: f"{size} {ends}" for name, size, ends in ends_of_files(folders)}
-    return {
-        "identity": identity(job),
-        "inputs": inputs(job),
-        "facts": provenance(job).as_json(),
-        "run": run,
-        "files": {"teacher": files},
-    }
+    files = {"teacher": {name: f"{size} {ends}" for name, size, ends in ends_of_files(folders)}}
+    parts = {"identity": identity(job), "inputs": inputs(job), "facts": provenance(job).as_json()}
+    return parts | {"run": run, "files": files}
 
 
 def identity(job: Job) -> dict[str, Any]:
@@ -78,11 +72,10 @@ def inputs(job: Job) -> dict[str, Any]:
     folder, engine = job.folder, job.student_engine
     parts = {"vae": ["vae"], "text_encoder": ["text_encoder", "tokenizer"]}
     parts |= {"image_encoder": [*IMAGE_PARTS]} if folder.config.image_dim else {}
-    # a hub id's may not be here yet, but its commit is the teacher's
-    found = (
-        {} if folder.revision else {k: fingerprint(folder.path / p for p in ps) for k, ps in parts.items()}
-    )
-    return {"teacher_dtype": job.teacher.engine.precision, "torch_autocast": engine.autocast} | found
+    known = {"teacher_dtype": job.teacher.engine.precision, "torch_autocast": engine.autocast}
+    if folder.revision:  # its parts may not be here yet, but its commit is the teacher's
+        return known
+    return known | {part: fingerprint(folder.path / name for name in names) for part, names in parts.items()}
 
 
 def data_digest(job: Job) -> str:
@@ -163,11 +156,6 @@ def provenance(job: Job) -> Facts:
     )
 
 
-def end(job: Job) -> Start:
-    """Return the start of a run that follows this one."""
-    return start_after(job.output, identity(job), provenance(job), job.run.max_steps)
-
-
 def resolved(job: Job) -> dict[str, Any]:
     """Return the settings as they run, as one recipe that needs no other file."""
     student = {k: v for k, v in dataclasses.asdict(job.student).items() if v is not None}
@@ -194,9 +182,7 @@ def resumed(job: Job) -> Job:
     Raises:
         ConfigError: with every difference.
     """
-    kept = read_state(job.resume_from)["facts"].get("keep_layers")
-    if job.student.keep_layers == IMPORTANCE and isinstance(kept, list):
-        job = job.with_layers(kept)
+    job = _measured(job, read_state(job.resume_from)["facts"].get("keep_layers"))
     allowed = job.run.allow_changed or []
     resume.changed_keys(job.resume_from, recorded(job), allowed)
     problems = _network_problems(job) + ([] if "data" in allowed else _media_problems(job))
@@ -209,11 +195,9 @@ def _media_problems(job: Job) -> list[str]:
     """Name the media that were replaced under their names since the checkpoint's run began."""
     names = replaced_media(job.resume_from.absolute().parents[1] / RECORD, job.run.data_path)
     named = ", ".join(names[:NAMED] + ["..."] * (len(names) > NAMED))
-    why = f"{len(names)} of the run's media were replaced since it began: {named}."
-    remedy = (
-        "Put them back, give another --output_dir, --resume never to start anew, or --allow_changed data."
-    )
-    return [f"{job.resume_from}: {why} {remedy}"] if names else []
+    text = f"{job.resume_from}: {len(names)} of the run's media were replaced since it began: {named}. Put "
+    text += "them back, give another --output_dir, --resume never to start anew, or --allow_changed data."
+    return [text] if names else []
 
 
 def _network_problems(job: Job) -> list[str]:
@@ -225,10 +209,9 @@ def _network_problems(job: Job) -> list[str]:
         saved = json.loads(file.read_text())["shapes"] if file.is_file() else {}
         own = shapes(config)  # adapters and heads are in one alone
         if not saved or any(own.get(name, shape) != shape for name, shape in saved.items()):
-            what = "another" if saved else "no"
             problems.append(
-                f"{job.resume_from}: holds {what} network `{name}`, which {job.objective} trains. "
-                "Give another --output_dir, whose student begins with this one: "
+                f"{job.resume_from}: holds {'another' if saved else 'no'} network `{name}`, which "
+                f"{job.objective} trains. Give another --output_dir, whose student begins with this one: "
                 f'"student_config": {{"init": "{job.output}"}}.'
             )
     return problems
@@ -237,8 +220,14 @@ def _network_problems(job: Job) -> list[str]:
 def end_of(job: Job) -> Start:
     """Return the start of a run that follows `job`: what a finished one left, or what another will."""
     if job.resume_from and read_state(job.resume_from)["step"] >= job.run.max_steps:
-        return read_start(str(job.output)) or end(job)
-    if job.student.keep_layers == IMPORTANCE and (file := job.output / "lineage.json").is_file():
-        kept = next(iter(read_json(file).values())).get("kept_layers")  # of checkpoints that are gone
-        job = job.with_layers(kept) if isinstance(kept, list) else job
-    return end(job)
+        if found := read_start(str(job.output)):
+            return found
+    if (file := job.output / "lineage.json").is_file():  # of checkpoints that are gone
+        job = _measured(job, next(iter(read_json(file).values())).get("kept_layers"))
+    return start_after(job.output, identity(job), provenance(job), job.run.max_steps)
+
+
+def _measured(job: Job, kept: Any) -> Job:
+    """Return the job with these layers in place of `importance`, if they are known."""
+    is_known = job.student.keep_layers == IMPORTANCE and isinstance(kept, list)
+    return job.with_layers(kept) if is_known else job

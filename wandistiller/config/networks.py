@@ -14,7 +14,7 @@ from wandistiller.experts import Expert
 from wandistiller.network.adapters import Lora
 from wandistiller.network.network import Trained
 from wandistiller.network.parameters import Parameters, parameters_of
-from wandistiller.objectives.base import Role
+from wandistiller.objectives.base import Role, RunFacts
 from wandistiller.objectives.objective import Objective
 from wandistiller.objectives.script import TEACHER
 from wandistiller.student.config import IMPORTANCE, StudentConfig, kept_layers, source_experts
@@ -207,7 +207,7 @@ class TableMaker:
     def _compared(self) -> tuple[int, ...]:
         """Return the student's blocks that are compared; what they stand for may not be known yet."""
         layers = self.config.num_layers
-        if self.objective.block_problems(layers, self.folder.config.num_layers):
+        if self.objective.combined_problems(RunFacts(layers, self.folder.config.num_layers)):
             return ()
         return tuple(self.objective.for_student([*range(layers)]).student_blocks)
 

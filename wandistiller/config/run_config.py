@@ -2,16 +2,14 @@
 
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from annotated_types import Ge, Gt, Le, Len, Lt
 from pydantic import Field
 
 from wandistiller.teacher.strategies import strategies
-from wandistiller.utils.errors import ConfigError, Problem, impossible_values, problem
-from wandistiller.utils.files import PATH_ENDS
 from wandistiller.utils.registry import names_in
-from wandistiller.utils.validation import Count, Positive, Seed, check, types_of, write
+from wandistiller.utils.validation import Count, Positive, Seed, write
 from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
 
 AUTO = "auto"
@@ -21,11 +19,13 @@ ZERO = "zero_optimization"
 DEFAULT_ENGINE = "ds_configs/student/zero2_offload.json"
 """The student's engine; `auto` changes some of its keys."""
 DEFAULT_TEACHER = "ds_configs/teacher/zero_inference_cpu.json"
+Decay = Annotated[float, Gt(0), Lt(1)]
 Amount = Annotated[int, Gt(0), Le(10**6)]
 SamplingSteps = Annotated[int, Gt(0), Le(1000)]  # of the noise levels that a Wan was trained at
 TrainingSteps = Annotated[int, Gt(0), Le(10**9)]
-Minutes = Annotated[float, Gt(0), Le(10**9)]
+Duration = Annotated[float, Gt(0), Le(10**9)]
 Scale = Annotated[float, Ge(0), Le(1000)]
+Shift = Annotated[float, Gt(0), Le(1000)]
 PATHS = ("teacher_path", "data_path", "output_dir")
 """Settings that every run needs."""
 JSON_FILES = {
@@ -37,18 +37,24 @@ JSON_FILES = {
 EITHER = (("max_steps", "num_epochs"), ("sample_every", "sample_interval"))
 """Pairs of settings of which a run takes one."""
 NONFINITE = 'stop, skip, or the most steps that may be skipped, such as "20"'
-JsonFile = Annotated[str | dict, write("a file name, or an object, {...}")]
+Name = Annotated[str, Field(pattern=r"\S"), write("the name of a file or folder")]
+JsonFile = Annotated[Name | dict, write("a file name, or an object, {...}")]
 Objectives = Annotated[
     str | dict | list[str | dict], write('a name, an object with a "name", or a list of these')
 ]
 AddedLoras = Annotated[
-    str | dict | list[str | dict],
-    write('a file name, an object with a "file", or a list of these'),
+    Name | dict | list[str | dict], write('a file name, an object with a "file", or a list of these')
 ]
 Buckets = Annotated[
     bool | list[Annotated[list[Count], Len(2, 2)]],
     write("true, false, or a list of [height, width], in pixels"),
 ]
+
+
+class AutoOf(NamedTuple):
+    """The student's JSON beside the flag `--deepspeed_config auto`: all of it stays but ZERO."""
+
+    json: str | dict[str, Any]
 
 
 def _setting(group: str, default: Any, help: str, **more: Any) -> Any:
@@ -68,31 +74,23 @@ paths, engines, learning, size, output, this_start = (
 class RunConfig:
     """All keys of a recipe, and the flags of a start. None: the teacher's own value, or as the help says."""
 
-    teacher_path: str = paths("", "diffusers Wan pipeline: folder, hub id, or `tiny` (embedded)")
+    teacher_path: Name = paths("", "diffusers Wan pipeline: folder, hub id, or `tiny` (embedded)")
     teacher_revision: str | None = paths(None, "branch, tag or commit of a hub id; default its main branch")
     teacher_lora: AddedLoras | None = paths(
         None, 'LoRA files added to the teacher, such as a style: FILE, or {"file": FILE, "strength": 0.8}'
     )
-    data_path: str = paths(
-        "", "prompts: .txt, .jsonl, .csv, .tsv, a folder of media with .txt beside, or `tiny`"
-    )
-    output_dir: str = paths("", "where the run is written")
-    cache_dir: str | None = paths(None, "encoded prompts and latents; default OUTPUT/cache")
+    data_path: Name = paths("", "prompts: .txt, .jsonl, .csv, .tsv, media with .txt beside them, or `tiny`")
+    output_dir: Name = paths("", "where the run is written")
+    cache_dir: Name | None = paths(None, "encoded prompts and latents; default OUTPUT/cache")
     student_config: JsonFile = paths("ds_configs/students/half.json", "the student's architecture and start")
     deepspeed_config: JsonFile = paths(DEFAULT_ENGINE, "the student's engine, or auto")
     teacher_deepspeed_config: JsonFile = paths(
         DEFAULT_TEACHER,
         f"the teacher's engine: its placement; a shipped one's name will do: {', '.join(strategies())}",
     )
-    batch_size: Amount | None = engines(
-        None, "samples per rank and micro-step, written into the student's JSON"
-    )
-    lr: Annotated[float, Gt(0), Le(1)] | None = engines(
-        None, "learning rate, written into the student's JSON"
-    )
-    mixed_precision: Literal["bf16", "fp16", "no"] | None = engines(
-        None, "precision, written into the student's JSON"
-    )
+    batch_size: Amount | None = engines(None, "samples per rank and micro-step, for the student's JSON")
+    lr: Annotated[float, Gt(0), Le(1)] | None = engines(None, "learning rate, for the student's JSON")
+    mixed_precision: Literal["bf16", "fp16", "no"] | None = engines(None, "precision, for the student's JSON")
     gradient_checkpointing: bool | None = engines(None, "adds activation_checkpointing to the student's JSON")
     teacher_dtype: Literal["float32", "float16", "bfloat16"] | None = engines(
         None, "default as the teacher's JSON says"
@@ -100,9 +98,7 @@ class RunConfig:
     merge_text_padding: bool = engines(
         False, "attention to a prompt's padding through 3 weighted rows, not 500; equal up to rounding"
     )
-    context_parallel: Count = engines(
-        1, "ranks that compute each sample together, each a part of its tokens; for long videos"
-    )
+    context_parallel: Count = engines(1, "ranks that compute each sample together; for long videos")
     objective: Objectives = learning(
         "velocity",
         f"{', '.join(names_in('wandistiller.objectives'))}; settings and sums under this recipe key",
@@ -114,26 +110,17 @@ class RunConfig:
         None, "guidance, low-noise expert; default 3 (Wan2.2 I2V A14B: 3.5; `tiny`: 2)"
     )
     negative_prompt: str = learning(WAN_NEGATIVE_PROMPT, "the unconditional branch's prompt; default Wan's")
-    shift: Annotated[float, Gt(0), Le(1000)] | None = learning(
-        None, "timestep shift; default the teacher's scheduler's"
-    )
-    ema: Annotated[float, Gt(0), Lt(1)] | None = learning(
-        None, "decay of an average of the weights, such as 0.999, which is then exported"
-    )
+    shift: Shift | None = learning(None, "timestep shift; default the teacher's scheduler's")
+    ema: Decay | None = learning(None, "decay of an average of the weights, which is exported, such as 0.999")
     ema_start: Annotated[int, Ge(0), Le(10**9)] = learning(0, "steps of the run before that average begins")
     learning_rates: dict[str, Positive] | None = learning(
         None, 'factors by part: {"blocks.0-3": 0.1, "proj_out": 2}; `*`: the rest'
     )
     frozen: list[str] | None = learning(None, "parts that are not trained: blocks.0-3 patch_embedding bias")
     lora: dict | None = learning(
-        None,
-        'train adapters only, by default of the whole teacher: {"rank": 64, "start": FILE}',
-        nargs="?",
-        const={},
+        None, 'train adapters only, by default of the whole teacher: {"rank": 64}', nargs="?", const={}
     )
-    deterministic: bool = learning(
-        False, "the same bits in every run on GPUs too, which is slower; on CPUs they are"
-    )
+    deterministic: bool = learning(False, "the same bits in every run on GPUs too, as on CPUs; slower")
     seed: Seed = learning(0, "every random draw depends on it")
     max_steps: TrainingSteps | None = learning(None, "optimizer steps in the whole run; default 1000")
     num_epochs: Amount | None = learning(None, "passes over the data, instead of --max_steps")
@@ -141,8 +128,7 @@ class RunConfig:
     width: Count | None = size(None, "pixels; default 832 (`tiny`: 64, its videos: 48)")
     num_frames: Count = size(1, "4k+1; 1 is an image")
     buckets: Buckets = size(
-        False,
-        "cut media to the nearest of several shapes of height x width pixels; in a recipe also [[h, w], ...]",
+        False, "cut media to the nearest of several shapes of one area; in a recipe also [[h, w], ...]"
     )
     fit: Literal["crop", "letterbox"] = size(
         "crop", "media of other shapes are cut, or shown whole between bars of the background's colour"
@@ -152,21 +138,19 @@ class RunConfig:
         None, "frames a second taken of faster videos; default 16 (Wan2.2 5B: 24)"
     )
     background: str = size("white", "colour below transparent parts of media and of bars: a name, or #rrggbb")
-    strict: bool = size(
-        False, "stop at media that cannot be read, instead of listing them in OUTPUT/skipped.json"
-    )
+    strict: bool = size(False, "stop at media that cannot be read; else they are in OUTPUT/skipped.json")
     rollout_steps: SamplingSteps = size(20, "sampling steps of teacher-made latents")
     rollouts_per_prompt: Amount = size(1, "teacher-made latents for each prompt without media")
     prepare_batch: Amount | None = size(
         None, "samples of one teacher call, and per file of the cache; default 4 images, or 1 video"
     )
     save_every: Count = output(500, "optimizer steps between checkpoints; the last is always saved")
-    save_minutes: Minutes = output(20.0, "minutes between checkpoints, if these steps take longer")
+    save_minutes: Duration = output(20.0, "minutes between checkpoints, if these steps take longer")
     keep_checkpoints: Count = output(3, "newest checkpoints kept")
     sample_every: Count = output(500, "optimizer steps between pictures; the last always has one")
-    sample_minutes: Minutes = output(20.0, "minutes between pictures, if these steps take longer")
+    sample_minutes: Duration = output(20.0, "minutes between pictures, if these steps take longer")
     sample_interval: Count | None = output(None, "epochs between pictures, instead of --sample_every")
-    sample_dir: str | None = output(None, "folder of those pictures; default OUTPUT/samples")
+    sample_dir: Name | None = output(None, "folder of those pictures; default OUTPUT/samples")
     sample_steps: SamplingSteps = output(40, "sampling steps of those pictures")
     sample_prompts: list[str] | None = output(None, "prompts of the pictures; default 8 of the data's")
     log_level: Literal["debug", "info", "warning"] = output("info", "the least of what is printed")
@@ -174,55 +158,14 @@ class RunConfig:
     on_nonfinite: Annotated[str, Field(pattern=r"^(stop|skip|[1-9]\d{0,8})$"), write(NONFINITE)] = output(
         "stop", "at a step whose loss or gradient is not finite: stop, skip (up to 10), or skip up to so many"
     )
-    timeout: Annotated[float, Gt(0), Le(10**9)] = output(
-        1800.0, "seconds without a sign of life from any rank before all stop"
-    )
+    timeout: Duration = output(1800.0, "seconds without a sign of life from any rank before all stop")
     allow_changed: list[str] | None = this_start(
         None, "keys in which the checkpoint may be of another run: optimizer ..."
     )
-    profile_memory: Count | None = this_start(
-        None, "record the GPU's memory in steps N to N+2, into OUTPUT/profile_memory", metavar="N"
-    )
-    despite_plan: bool = this_start(
-        False, "start although the plan needs more memory than is free, by a fifth or more"
-    )
+    profile_memory: Count | None = this_start(None, "record GPU memory in steps N to N+2", metavar="N")
+    despite_plan: bool = this_start(False, "start although the plan needs a fifth more memory than is free")
     dry_run: bool = this_start(False, "check everything, print the plan, load no weights, exit")
 
 
 ONLY_FLAGS = [f.name for f in fields(RunConfig) if f.metadata["group"] == "this start"]
 """Settings that are no keys of a recipe."""
-
-
-def read_run_config(values: dict[str, Any], flags: dict[str, Any], where: str = "command line") -> RunConfig:
-    """Merge a recipe's values with the flags given on the command line; a flag wins.
-
-    Raises:
-        ConfigError: with all unknown keys, wrong types and wrong values at once.
-    """
-    values, types = dict(values), types_of(RunConfig)
-    for pair in EITHER:  # a flag replaces the recipe's other key
-        for key in pair if any(key in flags for key in pair) else ():
-            values.pop(key, None)
-    possible = {key: value for key, value in flags.items() if not impossible_values("", {key: value})}
-    flags_alone = [key for key in values if key in ONLY_FLAGS]
-    text = "It says how a run is started, not what it is. Give it as a flag, --{}."
-    problems = [problem(where, key, values.pop(key), text.format(key)) for key in flags_alone]
-    more, good = check(where, values, types)
-    problems += more
-    flag_problems, good_flags = check("command line", possible, types)
-    problems += impossible_values("command line", flags) + flag_problems
-    run, given = RunConfig(**(good | good_flags)), values | flags
-    missing = [key for key in PATHS if given.get(key, "") == ""]
-    wrong = {key: f"`{key}` is missing. Give --{key} or the recipe key." for key in missing}
-    blank = [key for key in types if key.endswith(PATH_ENDS) or key == "teacher_lora"]
-    blank = [key for key in blank if isinstance(given.get(key), str) and not given[key].strip()]
-    wrong |= {key: f"`{key}` is empty. Name a file or folder." for key in blank if key not in missing}
-    for one, other in EITHER:
-        if given.get(one) is not None and given.get(other) is not None:
-            wrong[one] = f"`{one}` and `{other}` are both given. Keep one."
-    for key, text in wrong.items():
-        place = where if key in values and key not in flags else "command line"
-        problems.append(Problem(text, place, key))
-    if problems:
-        raise ConfigError(*problems)
-    return run

@@ -1,12 +1,16 @@
-"""Check that a run goes on from what the runs before it have left: their few steps, and their base."""
+"""Check that a run goes on from what the runs before it have left: their few steps, base and latents."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from wandistiller.config.adapter_files import start_bases, start_files
 from wandistiller.config.job import Job
 from wandistiller.experts import Expert
 from wandistiller.flow import EULER, FewSteps
-from wandistiller.utils.errors import RECIPE, Problem
+from wandistiller.utils.errors import RECIPE, ConfigError, Problem
+from wandistiller.utils.files import ends_of_files
+from wandistiller.wan.pipeline import TINY, WanFolder, open_wan
 
 
 class Trained(NamedTuple):
@@ -27,17 +31,15 @@ def order_problems(stages: list[Job]) -> dict[Problem, str]:
     problems: dict[Problem, str] = {}
     trained, last = _trained_before(stages[0]), [job for job in stages if job.schedule.few][-1:]
     for number, job in enumerate(stages):
-        before, after = stages[:number], stages[number + 1 :]
-        found = [_sampler_problem(job, trained, is_last=job in last)]
+        texts, found = [*_other_sampler(job, trained, is_last=job in last)], []
         if not (job.resume_from or job.is_spent):
-            found += [_untrained_problem(job, trained, after), _many_steps_problem(job, before)]
-            found += [_base_problem(job), _ignored_start_problem(job, before)]
-        problems |= dict.fromkeys(filter(None, found), job.stage)
+            texts += _other_order(job, trained, stages[:number], stages[number + 1 :])
+            found = filter(None, [_base_problem(job), _ignored_start_problem(job, stages[:number])])
+        problems |= {Problem(f"`objective` {text}", RECIPE, "objective"): job.stage for text in texts}
+        problems |= dict.fromkeys(found, job.stage)
         if few := job.schedule.few:
-            made = Trained(
-                few, _sampler(job.objective.sampling_steps, few, job.run.shift), f"stage {job.stage}"
-            )
-            trained |= dict.fromkeys(job.networks.learning, made)
+            sampler = _sampler(job.objective.sampling_steps, few, job.run.shift)
+            trained |= dict.fromkeys(job.networks.learning, Trained(few, sampler, f"stage {job.stage}"))
     return problems
 
 
@@ -61,46 +63,39 @@ def _sampler(steps: int, few: FewSteps, shift: float) -> str:
     return f"{steps} steps ({few.sampler}, shift {shift:g})"
 
 
-def _of_objective(text: str) -> Problem:
-    return Problem(text, RECIPE, "objective")
-
-
-def _sampler_problem(job: Job, trained: dict[Expert, Trained], *, is_last: bool) -> Problem | None:
-    """Return the problem of an expert that is trained for another sampler than the other one has."""
+def _other_sampler(job: Job, trained: dict[Expert, Trained], *, is_last: bool) -> Iterator[str]:
+    """Say that an expert is trained for another sampler than the other one has."""
     own, few = job.objective.trained_expert, job.schedule.few
     other = next(expert for expert in Expert if expert is not own)
     before = trained.get(other, Trained(None))
-    if not (own and few) or before.few in (None, few) or own is Expert.HIGH_NOISE and not is_last:
-        return None
-    sampler = _sampler(job.objective.sampling_steps, few, job.run.shift)
-    return _of_objective(
-        f"`objective` trains the {own.in_words} for {sampler}, but {before.whose} the {other.in_words} for "
-        f"{before.sampler}. One sampler draws with both: write the same steps, sampler and shift."
-    )
+    if own and few and before.few not in (None, few) and (is_last or own is not Expert.HIGH_NOISE):
+        sampler = _sampler(job.objective.sampling_steps, few, job.run.shift)
+        yield (
+            f"trains the {own.in_words} for {sampler}, but {before.whose} the {other.in_words} for "
+            f"{before.sampler}. One sampler draws with both: write the same steps, sampler and shift."
+        )
 
 
-def _untrained_problem(job: Job, trained: dict[Expert, Trained], after: list[Job]) -> Problem | None:
-    """Return the problem of a low-noise expert whose samples begin with what nothing has trained."""
-    if job.objective.trained_expert is not Expert.LOW_NOISE or Expert.HIGH_NOISE in trained:
-        return None
-    later = (one.stage for one in after if one.schedule.few and Expert.HIGH_NOISE in one.networks.learning)
-    stage = next(later, "")
-    remedy = f"Put stage {stage} before this one" if stage else 'Train that first, by "expert": "high_noise"'
-    return _of_objective(
-        "`objective` trains the low-noise expert, whose samples begin with the high-noise expert, and that "
-        f"is not trained for few steps yet. {remedy}."
-    )
-
-
-def _many_steps_problem(job: Job, before: list[Job]) -> Problem | None:
-    """Return the problem of a stage that would make a student of few steps one of any number."""
+def _other_order(
+    job: Job, trained: dict[Expert, Trained], before: list[Job], after: list[Job]
+) -> Iterator[str]:
+    """Say that a stage comes before what its samples begin with, or makes a student of few steps another."""
+    if job.objective.trained_expert is Expert.LOW_NOISE and Expert.HIGH_NOISE not in trained:
+        high = Expert.HIGH_NOISE
+        later = (one.stage for one in after if one.schedule.few and high in one.networks.learning)
+        remedy = 'Train that first, by "expert": "high_noise"'
+        if stage := next(later, ""):
+            remedy = f"Put stage {stage} before this one"
+        yield (
+            "trains the low-noise expert, whose samples begin with the high-noise expert, and that is not "
+            f"trained for few steps yet. {remedy}."
+        )
     few = next((one for one in before if one.schedule.few), None)
-    if job.schedule.few or not few:
-        return None
-    return _of_objective(
-        f"`objective` is for any number of sampling steps, and stage {few.stage} has trained the student for "
-        f"{few.objective.sampling_steps}. Put this stage before it."
-    )
+    if few and not job.schedule.few:
+        yield (
+            f"is for any number of sampling steps, and stage {few.stage} has trained the student for "
+            f"{few.objective.sampling_steps}. Put this stage before it."
+        )
 
 
 def _base_problem(job: Job) -> Problem | None:
@@ -108,19 +103,20 @@ def _base_problem(job: Job) -> Problem | None:
     start = job.start
     if not (start and start.facts.bases) or job.run.lora is None and not job.previous:
         return None
-    whose = f"stage {job.previous.stage}" if job.previous else f"the run {start.folder}"
-    remedy = "Write it once, outside of `stages`." if job.previous else "Give the teacher of that run."
+    whose, remedy = f"the run {start.folder}", "Give the teacher of that run."
+    if job.previous:
+        whose, remedy = f"stage {job.previous.stage}", "Write it once, outside of `stages`."
     if job.run.lora is None:
-        text = f"`lora` is missing, and {whose} trains adapters: this one would train all weights of a copy"
-        return Problem(f"{text} of the teacher. {remedy}", RECIPE, "lora")
-    if start.teacher == job.folder.identity:
+        key, text = "lora", f"is missing, and {whose} trains adapters: this one would train all weights of "
+        text += "a copy of the teacher"
+    elif start.teacher == job.folder.identity:
         return None
-    is_same_style = (start.facts.teacher_lora or []) == (job.run.teacher_lora or [])
-    key = "teacher_path" if is_same_style else "teacher_lora"
-    text = (
-        f"`{key}` gives another teacher than that of {whose}, whose adapters this run begins with: each role"
-    )
-    return Problem(f"{text} would need a copy of the whole network. {remedy}", RECIPE, key)
+    else:
+        is_same_style = (start.facts.teacher_lora or []) == (job.run.teacher_lora or [])
+        key = "teacher_path" if is_same_style else "teacher_lora"
+        text = f"gives another teacher than that of {whose}, whose adapters this run begins with: each role "
+        text += "would need a copy of the whole network"
+    return Problem(f"`{key}` {text}. {remedy}", RECIPE, key)
 
 
 def _ignored_start_problem(job: Job, before: list[Job]) -> Problem | None:
@@ -128,9 +124,43 @@ def _ignored_start_problem(job: Job, before: list[Job]) -> Problem | None:
     named = (job.run.lora or {}).get("start")
     if not named or not before or named in [(one.run.lora or {}).get("start") for one in before]:
         return None
-    text = (
-        f"`lora.start` is {named}, but the adapters of this stage begin with those of stage "
-        f'{before[-1].stage}. Write it in the first stage, of two experts {{"high_noise": FILE, "low_noise": '
-        "FILE}."
-    )
-    return Problem(text, RECIPE, "lora.start")
+    text = f"`lora.start` is {named}, but the adapters of this stage begin with those of stage "
+    text += f'{before[-1].stage}. Write it in the first stage, of two experts {{"high_noise": FILE, '
+    return Problem(f'{text}"low_noise": FILE}}.', RECIPE, "lora.start")
+
+
+def latents_problems(stages: list[Job]) -> list[str]:
+    """List the runs whose teacher has another VAE or hand-over than their student's."""
+    problems = []
+    for job in stages:
+        if not (before := _pipeline_before(job)):
+            continue
+        vaes = [
+            [ends for name, *ends in ends_of_files([folder.path / "vae"]) if name.endswith(".safetensors")]
+            for folder in (before, job.folder)
+        ]
+        other = ["VAE"] * (all(vaes) and vaes[0] != vaes[1])  # both are here
+        if job.student.experts == "two" and before.boundary not in (None, job.folder.boundary):
+            other.append(f"boundary_ratio ({before.boundary}, here {job.folder.boundary})")
+        if other:
+            text = f"`teacher_path` is {job.folder.name}, but the student that it starts from was made with "
+            text += (
+                f"{before.name}, which has another {', '.join(other)}. A student cannot change these: give "
+            )
+            problems.append(
+                Problem(f"{text}a teacher that has them too, such as {before.name}.", stage=job.stage)
+            )
+    return problems
+
+
+def _pipeline_before(job: Job) -> WanFolder | None:
+    """Return the pipeline whose latents the student was trained with, if it is on this machine."""
+    if job.previous:
+        return job.previous.folder
+    name = job.start.facts.teacher_path if job.start else job.student.init
+    if name not in TINY and not (Path(name) / "model_index.json").is_file():
+        return None
+    try:
+        return open_wan(name)
+    except ConfigError:
+        return None

@@ -19,14 +19,9 @@ NOT_BESIDE = "{}, which is not beside the table, and the like"
 OF_ALL = "that of the recipe is for all prompts"
 
 
-def is_emulated(job: Job) -> bool:
-    """Return whether a network of the run computes in bf16 on a CPU that emulates it, here."""
-    return emulates_bf16() and torch.bfloat16 in (job.student_engine.dtype, job.teacher.engine.dtype)
-
-
 def precision_lines(job: Job) -> list[str]:
     """Describe what the CPU here has to do with the precision, if it emulates bf16."""
-    if is_emulated(job):
+    if emulates_bf16() and torch.bfloat16 in (job.student_engine.dtype, job.teacher.engine.dtype):
         return [
             "precision bf16 is emulated by this CPU, 6 to 56 times slower than float32: leave `bf16` out of "
             "the JSONs, or give --mixed_precision no --teacher_dtype float32 with the default ones"
@@ -39,6 +34,9 @@ def summary(job: Job) -> list[str]:
     f, r, layers = job.folder, job.run, job.student_transformer.num_layers
     teacher = sum(count_parameters(c) for c in f.configs.values())
     student = count_parameters(job.student_transformer) * len(job.networks.student)
+    guidance = f"{r.guidance_scale}"
+    if len(f.configs) > 1:
+        guidance += f" at high noise and {r.guidance_scale_2} at low noise"
     b, media = job.batch, (job.items.kinds != MediaType.PROMPT).sum()
     blocks = (f"with {weights} blocks" for weights in quantized_facts(job.teacher).values())
     precision = " ".join([job.teacher.engine.precision, *blocks])
@@ -49,12 +47,13 @@ def summary(job: Job) -> list[str]:
         + (OF_ALL if column == NEGATIVE_PROMPT else NOT_BESIDE.format(name))
         for column, name in job.items.unused.items()
     ]
+    tuned = tuning(job) | ({"lora": job.run.lora} if job.run.lora else {})  # with its files by their names
     sharing = f"groups of {n} ranks" if (n := r.context_parallel) > 1 else "ranks"
     return [
         *([f"stage     {job.stage}"] if job.stage else []),
         f"teacher   {f.name}: {teacher / 1e6:.1f}M parameters, {len(f.configs)} expert(s) of "
         f"{f.config.num_layers} layers, {job.teacher.describe()}, "
-        f"{precision}, {_guidance(job)}",
+        f"{precision}, guidance {guidance}",
         *added_lines(f.added, f.configs),
         f"student   {student / 1e6:.1f}M parameters, {len(job.networks.student)} expert(s) of "
         f"{layers} layers, from {job.student.init}, ZeRO stage {job.student_engine.stage}, "
@@ -62,7 +61,7 @@ def summary(job: Job) -> list[str]:
         f"data      {media} of {len(job.items)} rows have media, "
         f"{r.height}x{r.width}, {r.num_frames} frame(s){left_out}",
         *unused,
-        *(f"{key:<9} {in_words(value)}" for key, value in _tuning(job).items()),
+        *(f"{key:<9} {in_words(value)}" for key, value in tuned.items()),
         *start_lines(job),
         *_networks(job),
         f"objective {job.objective}",
@@ -74,11 +73,6 @@ def summary(job: Job) -> list[str]:
     ]
 
 
-def _tuning(job: Job) -> dict[str, Any]:
-    """Return the settings of trained parts, with the files that adapters begin with by their names."""
-    return tuning(job) | ({"lora": job.run.lora} if job.run.lora else {})
-
-
 def in_words(value: Any) -> str:
     """Write a setting without brackets and quotes: `rank 32, targets to_q to_k`."""
     if isinstance(value, dict):
@@ -88,13 +82,11 @@ def in_words(value: Any) -> str:
 
 def _after_schedule(job: Job) -> list[str]:
     """Warn of steps after the end of a schedule, in which WarmupDecayLR's rate is 0."""
-    length = job.student_engine.section("scheduler.params").get("total_num_steps", job.run.max_steps)
-    if length >= job.run.max_steps:
-        return []
-    return [
-        f"warning   the schedule ends at step {length} (`total_num_steps`) of {job.run.max_steps}, and its "
-        'last rate, which may be 0, is that of the others. Write a larger one, or "auto"'
-    ]
+    steps = job.run.max_steps
+    length = job.student_engine.section("scheduler.params").get("total_num_steps", steps)
+    text = f"warning   the schedule ends at step {length} (`total_num_steps`) of {steps}, and its last rate, "
+    text += 'which may be 0, is that of the others. Write a larger one, or "auto"'
+    return [text] * (length < steps)
 
 
 def _networks(job: Job) -> list[str]:
@@ -119,20 +111,11 @@ def _networks(job: Job) -> list[str]:
     ]
 
 
-def _guidance(job: Job) -> str:
-    """Name the guidance, of two experts each."""
-    first, second = job.run.guidance_scale, job.run.guidance_scale_2
-    if len(job.folder.configs) == 1:
-        return f"guidance {first}"
-    return f"guidance {first} at high noise and {second} at low noise"
-
-
 def _high_noise(job: Job) -> str:
     """Say how many of the steps are for the teacher's expert of high noise, if it has two."""
-    share, only = job.schedule.high_noise_share(), job.schedule.trained
     if job.schedule.boundary is None:
         return ""
-    if only:
+    if only := job.schedule.trained:
         return f", all with the teacher's {only.in_words}"
-    of_them = f"{100 * share:.3g} % of them with the teacher's high-noise expert"
-    return f", {of_them}, the others with the low-noise one"
+    percent = f"{100 * job.schedule.high_noise_share():.3g} %"
+    return f", {percent} of them with the teacher's high-noise expert, the others with the low-noise one"

@@ -10,10 +10,10 @@ from wandistiller.batch import Conditioning, to_device
 from wandistiller.data.conditions import ConditionKey, Conditions
 from wandistiller.data.dataset import PromptDataset, PromptItem
 from wandistiller.data.latent_cache import LatentCache
-from wandistiller.data.measured import Measured
 from wandistiller.data.media import Size
 from wandistiller.data.media_cache import Sample
 from wandistiller.data.sample_order import Permutation, SampleOrder
+from wandistiller.data.tensor_cache import Measured
 from wandistiller.utils.errors import ConfigError
 
 
@@ -45,7 +45,6 @@ class AllSamples:
         """Numbers of the samples of each size that occurs, by the size's index."""
 
     def group_of(self, number: int) -> np.ndarray:
-        """Return the numbers of all samples of the same size."""
         return self.groups[int(self._size_of[number])]
 
     def __getitem__(self, number: int) -> Sample:

@@ -31,7 +31,6 @@ def background_of(name: str) -> RGB:
 
 
 def background_problems(name: str) -> list[str]:
-    """List the problem of a background that is no colour."""
     try:
         background_of(name)
     except ValueError:
@@ -48,7 +47,11 @@ def to_srgb(image: Image.Image, background: RGB = WHITE) -> Image.Image:
     image.load()
     profile = image.info.get("icc_profile")
     opaque, alpha = _parts(_eight_bit(image))
-    rgb = _in_srgb(opaque, profile) if profile else opaque.convert("RGB")
+    mode, transform = _transform(profile) if profile else ("", None)
+    if {mode, opaque.mode} == {"L", "RGB"}:  # a palette of greys
+        opaque = opaque.convert(mode)
+    # by the mode alone if there is no profile, or it is damaged or for another mode
+    rgb = ImageCms.applyTransform(opaque, transform) if mode == opaque.mode else opaque.convert("RGB")
     if alpha is None:
         return rgb
     return Image.composite(rgb, Image.new("RGB", rgb.size, background), alpha)
@@ -101,22 +104,14 @@ def _parts(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
     return image if image.mode in ("L", "CMYK") else image.convert("RGB"), None
 
 
-def _in_srgb(image: Image.Image, profile: bytes) -> Image.Image:
-    """Convert from the profile's colours; by the mode alone if the profile is damaged or for another."""
-    mode, transform = _transform(profile)
-    if {mode, image.mode} == {"L", "RGB"}:  # a palette of greys
-        image = image.convert(mode)
-    return ImageCms.applyTransform(image, transform) if mode == image.mode else image.convert("RGB")
-
-
 @lru_cache(maxsize=64)
 def _transform(profile: bytes) -> tuple[str, ImageCms.ImageCmsTransform | None]:
     """Return the mode that a profile is for and its way to sRGB; none if it is damaged."""
     try:
         source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         mode, srgb = MODE_OF[source.profile.xcolor_space], ImageCms.createProfile("sRGB")
-        how = ImageCms.Intent.RELATIVE_COLORIMETRIC, ImageCms.Flags.BLACKPOINTCOMPENSATION
-        return mode, ImageCms.buildTransform(source, srgb, mode, "RGB", *how)
+        intent, flags = ImageCms.Intent.RELATIVE_COLORIMETRIC, ImageCms.Flags.BLACKPOINTCOMPENSATION
+        return mode, ImageCms.buildTransform(source, srgb, mode, "RGB", intent, flags)
     except (ImageCms.PyCMSError, LookupError, OSError, ValueError, TypeError) as error:
         text = "media     a colour profile cannot be used, its pictures are taken as sRGB: %s"
         collectives.log0(text, (str(error) or repr(error)).splitlines()[0])

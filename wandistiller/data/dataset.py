@@ -12,28 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from wandistiller.data.lines import (
-    LAST_IMAGE,
-    LINES,
-    LISTS,
-    LONGEST_LINE,
-    MEDIA,
-    NEGATIVE_PROMPT,
-    NO_MEDIA,
-    ROWS,
-    SEPARATORS,
-    VIDEOS,
-    Table,
-    beside,
-    clean,
-    has_prompt,
-    in_any_form,
-    is_data,
-    is_video,
-    kind_of,
-    require_images,
-    tables_in,
-)
+from wandistiller.data import lines
 from wandistiller.tiny import clips, shapes
 from wandistiller.tiny.first_frames import ROWS as FIRST_FRAMES
 from wandistiller.utils.errors import ConfigError, is_text, readable
@@ -178,9 +157,9 @@ def read_dataset(data_path: str, *, thumbnails: bool = True, first_frames: bool 
         prompts = EMBEDDED[data_path]
         kinds, hashes = [MediaType.PROMPT] * len(prompts), [_hash(p) for p in prompts]
         return PromptDataset(lambda row: PromptItem(prompts[row]), kinds, hashes)
-    if not (path.is_dir() or (path.is_file() and path.suffix.lower() in LISTS)):
-        why = f"not a {', '.join(LISTS)} or folder" if path.exists() else "no such file or folder"
-        remedy = f"Give a .txt with one prompt a line, a folder of media, {ROWS}, or `tiny`."
+    if not (path.is_dir() or (path.is_file() and path.suffix.lower() in lines.LISTS)):
+        why = f"not a {', '.join(lines.LISTS)} or folder" if path.exists() else "no such file or folder"
+        remedy = f"Give a .txt with one prompt a line, a folder of media, {lines.ROWS}, or `tiny`."
         raise ConfigError(f"{data_path}: {why}. {remedy}")
     index = _Index(path if path.is_dir() else path.parent, thumbnails, first_frames)
     if path.is_dir():
@@ -191,9 +170,9 @@ def read_dataset(data_path: str, *, thumbnails: bool = True, first_frames: bool 
         more = index.wrong - len(index.problems)
         raise ConfigError(*index.problems, *([f"{data_path}: {more} more are wrong."] if more else []))
     if not index.hashes:
-        known = f"has a prompt, but an ending that is not known. Known ones: {', '.join(sorted(MEDIA))}."
-        none = f"{data_path}: no prompt in it. Write one prompt a line{tables_in(path)}."
-        raise ConfigError(f"{index.unknown[0]}: {known}" if index.unknown else none)
+        known = f"an ending that is not known. Known ones: {', '.join(sorted(lines.MEDIA))}."
+        none = f"{data_path}: no prompt in it. Write one prompt a line{lines.tables_in(path)}."
+        raise ConfigError(f"{index.unknown[0]}: has a prompt, but {known}" if index.unknown else none)
     return PromptDataset(index.read, index.kinds, index.hashes, index.unknown, index.thumbnails, index.unused)
 
 
@@ -207,7 +186,7 @@ class _Index:
         self._names, self._ends = bytearray(), array("q", [0])
         self._file, self._offset = array("i"), array("q")
         self.kinds, self.hashes, self._named = array("B"), array("Q"), array("Q")
-        self._tables: dict[int, Table] = {}
+        self._tables: dict[int, lines.Table] = {}
         self.unused: dict[str, str] = {}
         self.unknown: list[Path] = []
         self.problems: list[str] = []  # the first SHOWN of them; `wrong` counts all
@@ -217,12 +196,14 @@ class _Index:
         number = self._file[row]
         path = self._root / os.fsdecode(bytes(self._names[self._ends[number] : self._ends[number + 1]]))
         if self._offset[row] < 0:
-            return self._item(row, clean(beside(path).read_text(encoding="utf-8-sig")), path)
-        lines = self._tables.get(number) or LINES[_ending(path.name)]
+            return self._item(row, lines.clean(lines.beside(path).read_text(encoding="utf-8-sig")), path)
+        reader = self._tables.get(number) or lines.LINES[_ending(path.name)]
         with path.open("rb") as stream:
-            _, _, record = next(lines.records(stream, self._offset[row]))
-        prompt, names, _ = lines.item(record)
-        return self._item(row, clean(prompt), *(in_any_form(path.parent / name) for name in names))
+            _, _, record = next(reader.records(stream, self._offset[row]))
+        prompt, names, _ = reader.item(record)
+        return self._item(
+            row, lines.clean(prompt), *(lines.in_any_form(path.parent / name) for name in names)
+        )
 
     def _item(self, row: int, prompt: str, *media: Path) -> PromptItem:
         if self.kinds[row] not in GIVEN:
@@ -242,19 +223,21 @@ class _Index:
         seen = {os.path.realpath(self._root)}  # links may lead back
         for folder, subfolders, names in os.walk(self._root, followlinks=True):
             inner = {
-                os.path.realpath(os.path.join(folder, n)): n for n in sorted(subfolders)[::-1] if is_data(n)
+                os.path.realpath(os.path.join(folder, n)): n
+                for n in sorted(subfolders)[::-1]
+                if lines.is_data(n)
             }
             subfolders[:] = sorted(name for place, name in inner.items() if place not in seen)
             seen.update(inner)
             inside = os.path.relpath(folder, self._root)
-            self._add_names(Path(folder), inside, sorted(filter(is_data, names)))
+            self._add_names(Path(folder), inside, sorted(filter(lines.is_data, names)))
 
     def _add_names(self, folder: Path, inside: str, names: list[str]) -> None:
         """Add the files of one folder, whose path in the data is `inside`; `names` are sorted."""
         endings = {os.path.splitext(n)[1] for n in names}
-        media = [e for e in endings if e.lower() in MEDIA]
-        videos = [e for e in media if e.lower() in VIDEOS]
-        unknown = sorted(e for e in endings if e.lower() not in MEDIA | NO_MEDIA)
+        media = [e for e in endings if e.lower() in lines.MEDIA]
+        videos = [e for e in media if e.lower() in lines.VIDEOS]
+        unknown = sorted(e for e in endings if e.lower() not in lines.MEDIA | lines.NO_MEDIA)
         composed = {unicodedata.normalize("NFC", n) for n in names}
 
         def has(stem: str, endings: list[str]) -> bool:
@@ -277,17 +260,17 @@ class _Index:
 
     def _add_medium(self, name: str) -> None:
         media = self._root / name
-        text = beside(media)
+        text = lines.beside(media)
         if not is_text(name):
             return self._add_problem(f"{media}: its name is not UTF-8. Rename it.")
-        if text.is_file() and text.stat().st_size > LONGEST_LINE:
-            return self._add_problem(f"{text}: over {LONGEST_LINE} bytes. Write one prompt.")
+        if text.is_file() and text.stat().st_size > lines.LONGEST_LINE:
+            return self._add_problem(f"{text}: over {lines.LONGEST_LINE} bytes. Write one prompt.")
         try:
             prompt = text.read_text(encoding="utf-8-sig").strip() if text.is_file() else ""
         except UnicodeDecodeError as error:
             return self._add_problem(f"{text}: not UTF-8: {error}. Save it as UTF-8.")
-        if not has_prompt(prompt):
-            tables = (media.parent / f"metadata{ending}" for ending in LISTS[1:])
+        if not lines.has_prompt(prompt):
+            tables = (media.parent / f"metadata{ending}" for ending in lines.LISTS[1:])
             there = "".join(f", or give --data_path {table}" for table in tables if table.is_file())
             return self._add_problem(f"{media}: no prompt. Write it into {text.name} beside it{there}.")
         self._add_file(name)
@@ -296,17 +279,18 @@ class _Index:
     def add_lines(self, name: str) -> None:
         path, line = self._root / name, 1
         if not path.is_file():
-            return self._add_problem(f"{path}: {kind_of(path)}. Take it out, or mend it.")
+            what = "no regular file" if path.exists() else "a link to a file that is not there"
+            return self._add_problem(f"{path}: is {what}. Take it out, or mend it.")
         self._add_file(name)
         with path.open("rb") as stream:
             try:
-                if (ending := _ending(name)) in SEPARATORS:
-                    self._tables[len(self._ends) - 2] = Table(stream, ending)
-                lines = self._tables.get(len(self._ends) - 2) or LINES[ending]
-                offset, line = lines.start, 1 + lines.header_lines
-                for end, number, record in lines.records(stream, offset):
+                if (ending := _ending(name)) in lines.SEPARATORS:
+                    self._tables[len(self._ends) - 2] = lines.Table(stream, ending)
+                reader = self._tables.get(len(self._ends) - 2) or lines.LINES[ending]
+                offset, line = reader.start, 1 + reader.header_lines
+                for end, number, record in reader.records(stream, offset):
                     try:
-                        if item := lines.item(record):
+                        if item := reader.item(record):
                             self._add_checked(offset, *item, path)
                     except ValueError as error:
                         self._add_problem(f"{path}, line {line}: {error}")
@@ -325,27 +309,23 @@ class _Index:
             others: texts of the row that are not used, with their columns.
         """
         if self._of_image is MediaType.IMAGE:
-            media, others = media[:1], others + [(LAST_IMAGE, last) for last in media[1:]]
+            media, others = media[:1], others + [(lines.LAST_IMAGE, last) for last in media[1:]]
         if len(media) == 2:
-            require_images(*media)
-        if missing := [name for name in media if not in_any_form(path.parent / name).is_file()]:
+            lines.require_images(*media)
+        if missing := [name for name in media if not lines.in_any_form(path.parent / name).is_file()]:
             why = f"no such file: {path.parent / missing[0]}. Fix the name."
             address = f"{missing[0]} is an address. Fetch the file, and write its name."
             raise ValueError(address if "://" in missing[0] else why)
         for column, text in others:
-            if column == NEGATIVE_PROMPT and text or "." in text[-6:] and _ending(text) in MEDIA:
+            if column == lines.NEGATIVE_PROMPT and text or "." in text[-6:] and _ending(text) in lines.MEDIA:
                 self.unused.setdefault(column, text[:LONGEST_NAME])
-                self._require_no_file(column, text, path)
+                is_text = column == lines.NEGATIVE_PROMPT or "://" in text or len(text) > LONGEST_NAME
+                if not is_text and lines.in_any_form(path.parent / text).is_file():
+                    raise ValueError(
+                        f"`{column}` names {text}, which is there, but is not used. Rename it to image, "
+                        f"video or file, to {lines.LAST_IMAGE} if a clip ends with it, or take it out."
+                    )
         self._add(offset, prompt, *media)
-
-    def _require_no_file(self, column: str, text: str, path: Path) -> None:
-        """Raise ValueError if a text that is not used names a file beside the table."""
-        is_text = column == NEGATIVE_PROMPT or "://" in text or len(text) > LONGEST_NAME
-        if not is_text and in_any_form(path.parent / text).is_file():
-            raise ValueError(
-                f"`{column}` names {text}, which is there, but is not used. Rename it to image, video or "
-                f"file, to {LAST_IMAGE} if a clip ends with it, or take it out."
-            )
 
     def _add_file(self, name: str) -> None:
         self._names += os.fsencode(name)
@@ -353,17 +333,16 @@ class _Index:
 
     def _add(self, offset: int, prompt: str, *media: str) -> None:
         """Add one item of the file that was added last."""
+        kind = MediaType.PROMPT
+        if media:
+            kind = MediaType.BOTH_ENDS if media[1:] else self._of_image
+        if media and lines.is_video(media[0]):
+            kind = MediaType.GIF if _ending(media[0]) == ".gif" else MediaType.VIDEO
         self._file.append(len(self._ends) - 2)
         self._offset.append(offset)
-        self.kinds.append(self._type_of(*media))
+        self.kinds.append(kind)
         self.hashes.append(_hash(prompt, *media))
         self._named.append(_hash(prompt, *(os.path.basename(name) for name in media)))
-
-    def _type_of(self, medium: str = "", *last: str) -> MediaType:
-        if is_video(medium):
-            return MediaType.GIF if _ending(medium) == ".gif" else MediaType.VIDEO
-        of_image = MediaType.BOTH_ENDS if last else self._of_image
-        return of_image if medium else MediaType.PROMPT
 
     def _add_problem(self, problem: str) -> None:
         self.wrong += 1

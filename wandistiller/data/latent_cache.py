@@ -18,6 +18,7 @@ from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.round_robin import number_of_rounds, round_robin
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
+from wandistiller.utils.errors import Problem
 from wandistiller.utils.files import digest, fingerprint
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.loaded_components import Vae
@@ -98,7 +99,7 @@ class LatentCache:
         is_last = number == len(self._made.read(key, "sigma")[0])
         return self._made.read(key, "x0" if is_last else f"state {number}")[0]
 
-    def fill_media(self, samples: dict[str, Sample]) -> dict[str, str]:
+    def fill_media(self, samples: dict[str, Sample]) -> dict[str, Problem]:
         """Encode images and videos, given by key. Collective.
 
         Returns:

@@ -267,10 +267,6 @@ def in_any_form(path: Path) -> Path:
     return found
 
 
-def kind_of(path: Path) -> str:
-    return "is no regular file" if path.exists() else "is a link to a file that is not there"
-
-
 def caption(media: Path) -> str:
     """Read the prompt beside a file that is not used; empty if that cannot be read."""
     try:

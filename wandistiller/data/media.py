@@ -1,10 +1,10 @@
-"""Images and videos as pixels of one size, prepared as Wan does; only frames that are used are decoded."""
+"""Images and videos as pixels of one size, prepared as Wan does, and the record of those that a run used."""
 
 import os
 import struct
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -21,7 +21,9 @@ from torch import Tensor
 from wandistiller.data.colours import RGB, WHITE, coded_colours_problem, to_srgb
 from wandistiller.data.lines import VIDEOS
 from wandistiller.data.videos import frame_rate, nearest, number_of_frames, read_frames
-from wandistiller.utils.files import content_fingerprint, digest, file_fingerprint
+from wandistiller.distributed import collectives
+from wandistiller.distributed.round_robin import own_batches
+from wandistiller.utils import files
 
 UNREADABLE = (
     *(ArithmeticError, EOFError, LookupError, OSError, RuntimeError, SyntaxError, TypeError, ValueError),
@@ -117,16 +119,14 @@ class MediaReader:
         """
         asked = str(path), size, clip
         if asked not in self._keys:
-            self._keys[asked] = self._key(path, size, clip)
+            settings = pixels_depend_on(path, self.background, self.fit)
+            if clip:  # the first is that of a run of one clip
+                settings.append(f"clip {clip} of {self.clips}")
+            if size.num_frames > 1 and path.suffix.lower() not in VIDEOS:
+                self._keys[asked] = files.digest(files.content_fingerprint(path), str(size), *settings)
+            else:
+                self._keys[asked] = files.digest(files.file_fingerprint(path), str(size), self.fps, *settings)
         return self._keys[asked]
-
-    def _key(self, path: Path, size: Size, clip: int) -> str:
-        more = pixels_depend_on(path, self.background, self.fit)
-        if clip:  # the first is that of a run of one clip
-            more.append(f"clip {clip} of {self.clips}")
-        if size.num_frames > 1 and path.suffix.lower() not in VIDEOS:
-            return digest(content_fingerprint(path), str(size), *more)
-        return digest(file_fingerprint(path), str(size), self.fps, *more)
 
     def _length(self, path: Path) -> int:
         if path.suffix.lower() != ".gif":
@@ -241,3 +241,45 @@ def pixels_depend_on(path: Path, background: RGB, fit: str = CROP) -> list[objec
 def video_problem(path: Path) -> str | None:
     """Return the message that a package for reading videos is missing; None if it is installed."""
     return None if find_spec("av") else f"{path}: reading videos needs: pip install av."
+
+
+RECORD = "media.json"
+"""File in a run's folder: of each of its media, by the path in the data, fingerprint and digest."""
+RECORDED_ENDS = 2**16
+"""Bytes of a file's head, and of its tail, that its digest is of."""
+
+
+def record_media(file: Path, data_path: str, media: Iterable[Path]) -> None:
+    """Write the record of a run's media; those with the recorded fingerprint are not read. Collective."""
+    known = collectives.broadcast_object(_recorded(file) if collectives.rank() == 0 else {})
+    names = {os.path.relpath(path, _root(data_path)): path for path in media}
+    own = {name: _entry(names[name], known.get(name)) for name in own_batches(sorted(names))}
+    entries = {name: entry for part in collectives.gather_objects(own) for name, entry in part.items()}
+    if collectives.rank() == 0:
+        files.write_json(file, {name: entry for name, entry in entries.items() if entry})
+
+
+def replaced_media(file: Path, data_path: str) -> list[str]:
+    """Return the recorded media, by path in the data, that are there with other content."""
+    now = {name: (known, _entry(_root(data_path) / name, known)) for name, known in _recorded(file).items()}
+    return [name for name, (known, entry) in now.items() if entry and entry.split()[1] != known.split()[1]]
+
+
+def _root(data_path: str) -> Path:
+    path = Path(data_path)
+    return path if path.is_dir() else path.parent
+
+
+def _recorded(file: Path) -> dict[str, str]:
+    return files.read_json(file) if file.is_file() else {}
+
+
+def _entry(path: Path, known: str | None) -> str | None:
+    """Return what identifies a medium, which is `known` while it is as it was; None if it is away."""
+    stamp = files.file_fingerprint(path)  # path, size and time
+    if known and known.startswith(stamp):
+        return known
+    try:
+        return f"{stamp} {files.file_digest(path, RECORDED_ENDS)}"
+    except OSError:
+        return None

@@ -12,7 +12,7 @@ from wandistiller.data.tensor_cache import TensorCache
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.round_robin import batched, own_batches, until_stopped
-from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.errors import ConfigError, Problem
 from wandistiller.utils.files import read_json, write_json
 
 
@@ -53,7 +53,7 @@ class MediaCache(TensorCache):
         source: Callable[[Sample], Path],
         encoder: Callable[[], Encode],
         name: str,
-    ) -> dict[str, str]:
+    ) -> dict[str, Problem]:
         """Encode the media of samples, given by key, that are missing. Collective.
 
         Args:
@@ -83,7 +83,7 @@ class MediaCache(TensorCache):
         if lasting and collectives.rank() == 0:
             write_json(self._unusable, known | lasting)
         self.find_written(key for key in missing if key not in new)
-        return {k: f"{source(samples[k])}: {why}." for k, why in (known | new).items() if k in samples}
+        return {k: Problem(f"{why}.", source(samples[k])) for k, why in (known | new).items() if k in samples}
 
     def _known_unusable(self) -> dict[str, str]:
         """Reason by key, from earlier runs; empty if that file is damaged."""

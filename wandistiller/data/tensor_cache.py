@@ -1,7 +1,8 @@
-"""Content-addressed tensors on disk, many to a file: a run that needs the same tensors has the same keys."""
+"""Tensors on disk, so that a run that needs the same does not compute them again."""
 
+import hashlib
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from socket import gethostname
@@ -12,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from wandistiller.batch import Batch
 from wandistiller.distributed import collectives
 from wandistiller.utils.errors import ConfigError, StorageError
 from wandistiller.utils.files import atomic, digest
@@ -49,7 +51,12 @@ class TensorCache:
         if self._shared is None:
             self._shared = is_shared(self._folder)
         if self._shared:
-            self._require_equal(requested)
+            if len(set(collectives.gather_objects(digest(*requested)))) > 1:  # by which they divide the work
+                raise ConfigError(
+                    f"{self._folder}: the ranks look for other entries in it: the media of `data_path` "
+                    "differ in time or size between the nodes, or one changed while the run started. Share "
+                    "one folder of them, or copy it with its times (`cp -p`, `rsync -t`), and start again."
+                )
             place = self._scan(requested) if requested and collectives.rank() == 0 else {}
             self._place |= collectives.broadcast_object(place)
         else:
@@ -77,15 +84,6 @@ class TensorCache:
                 "cannot be read. Start again; they are made anew."
             )
 
-    def _require_equal(self, requested: dict[str, None]) -> None:
-        """Raise ConfigError on all ranks if they look for other keys, by which they divide the work."""
-        if len(set(collectives.gather_objects(digest(*requested)))) > 1:
-            raise ConfigError(
-                f"{self._folder}: the ranks look for other entries in it: the media of `data_path` differ in "
-                "time or size between the nodes, or one changed while the run started. Share one folder of "
-                "them, or copy it with its times (`cp -p`, `rsync -t`), and start again."
-            )
-
     def _scan(self, requested: dict[str, None]) -> dict[str, Path]:
         place = {}
         for file in sorted(self._folder.glob("*.safetensors")):
@@ -93,9 +91,8 @@ class TensorCache:
                 with safe_open(file, "pt") as opened:
                     place |= {k: file for name in opened.keys() if (k := name.partition(".")[0]) in requested}
             except BROKEN as error:
-                collectives.log0(
-                    "cache     %s is damaged and ignored; its tensors are made anew: %s", file, error
-                )
+                text = "cache     %s is damaged and ignored; its tensors are made anew: %s"
+                collectives.log0(text, file, error)
         return place
 
     def write(self, tensors: dict[str, dict[str, Tensor]], about: dict[str, str]) -> None:
@@ -157,3 +154,48 @@ def is_shared(folder: Path) -> bool:
 def _checksum(tensor: Tensor) -> str:
     about = f"{tensor.dtype} {list(tensor.shape)}".encode()
     return f"{zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy(), zlib.crc32(about)):08x}"
+
+
+class Measured:
+    """Tensors by name in one folder, a file each; the folder's name covers all that they depend on."""
+
+    def __init__(self, folder: Path | None):
+        """Name the folder, or None to keep nothing; nothing is read or written yet."""
+        self._folder = folder
+
+    def of(self, name: str, measure: Callable[[], Tensor]) -> Tensor:
+        """Return rank 0's result of `measure`, kept or new, on the CPU. Collective."""
+        kept = collectives.broadcast_object(self.read(name) if collectives.rank() == 0 else None)
+        if kept:
+            return kept["result"]
+        result = collectives.broadcast_object(measure().cpu())
+        if collectives.rank() == 0:
+            self.write(name, {"result": result})
+        return result
+
+    def read(self, name: str) -> dict[str, Tensor]:
+        """Read tensors as this rank finds them; {} if there are none, or the file is damaged."""
+        if not self._folder:
+            return {}
+        try:
+            with safe_open(self._file(name), "pt") as opened:
+                return {key: opened.get_tensor(key).clone() for key in opened.keys()}
+        except BROKEN:
+            return {}
+
+    def write(self, name: str, tensors: dict[str, Tensor]) -> None:
+        if self._folder:
+            with atomic(self._file(name)) as temporary:
+                save_file({key: t.cpu().contiguous() for key, t in tensors.items()}, temporary)
+
+    def _file(self, name: str) -> Path:
+        return self._folder / f"{name}.safetensors"
+
+
+def batches_digest(batches: list[Batch]) -> str:
+    """Hash the inputs of a network in `batches`, which results depend on."""
+    hashes = []
+    for t in (t for b in batches for t in b.tensors()):
+        data = t.detach().cpu().contiguous().view(torch.uint8).numpy()
+        hashes.append([str(t.dtype), hashlib.blake2b(data, digest_size=8).hexdigest()])
+    return digest(*hashes)

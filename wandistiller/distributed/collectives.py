@@ -14,7 +14,7 @@ import torch.distributed as dist
 from deepspeed.ops import __compatible_ops__
 from deepspeed.utils import groups
 from torch import Tensor
-from torch.distributed import Store, TCPStore
+from torch.distributed import Store
 
 from wandistiller.distributed import gpus
 from wandistiller.distributed.device import default_backend, device, nccl_version, on_accelerator
@@ -89,7 +89,12 @@ def init(log_level: str = "info") -> None:
 def _init_backend(store: Store) -> None:
     store.set_timeout(COLLECTIVE_TIMEOUT)
     if world_size() > 1:  # before the backend, in which a rank may be lost too
-        watchdog.join(_common_store(store))
+        host = os.environ["MASTER_ADDR"]
+        port = 0 if rank() == 0 else int(store.get("watchdog"))
+        watchdogs = open_store(rank(), world_size(), host, port)  # rank 0 has it, at any free port
+        if rank() == 0:
+            store.set("watchdog", f"{watchdogs.port}")
+        watchdog.join(watchdogs)
     name = default_backend()
     if name == "gloo":  # torch 2.13 records its last 2,000 collectives too, which only NCCL's dump shows
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
@@ -108,16 +113,6 @@ def _init_backend(store: Store) -> None:
     deepspeed.init_distributed(dist_backend=name, verbose=False, timeout=COLLECTIVE_TIMEOUT)
     # the engines' own group, now: NCCL allocates for it, and cannot use what torch holds of a full GPU
     groups._get_data_parallel_group()
-
-
-def _common_store(store: Store) -> TCPStore:
-    """Connect this rank to the store of all watchdogs, which rank 0 has. Collective."""
-    host = os.environ["MASTER_ADDR"]
-    if rank() == 0:
-        own = open_store(0, world_size(), host, 0)
-        store.set("watchdog", f"{own.port}")
-        return own
-    return open_store(rank(), world_size(), host, int(store.get("watchdog")))
 
 
 def gather_problems(problems: list[str]) -> list[str]:

@@ -25,9 +25,9 @@ def title() -> str:
     return "ROCm" if torch.version.hip else kind().upper()
 
 
-def is_untried() -> bool:
-    """Return whether nothing of this package has ever run on this kind of device."""
-    return title() not in ("CPU", "CUDA")
+def version() -> str:
+    """Return the version of CUDA or ROCm that torch is built for; empty for other kinds."""
+    return torch.version.hip or torch.version.cuda or ""
 
 
 def local_rank() -> int:

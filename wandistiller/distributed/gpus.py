@@ -1,17 +1,12 @@
 """This rank's GPU: taken at the start, its identity, and what to do if it does not start or is shared."""
 
 import os
-import shutil
-import subprocess
 
 import torch
 from torch.distributed import Store
 
 from wandistiller.distributed import device
 from wandistiller.utils.errors import ConfigError
-
-DRIVERS = {"13": 580, "12": 525, "11": 450}
-"""Major version of CUDA -> least major version of the driver. Source: NVIDIA, CUDA compatibility, table 2."""
 
 
 def take_gpu() -> None:
@@ -36,27 +31,9 @@ def take_gpu() -> None:
         device.memory_size()
     except RuntimeError as error:  # NVML counts GPUs that CUDA cannot use
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"{device.title()} does not start: {reason}. {driver_remedy()}") from None
-
-
-def driver_remedy() -> str:
-    if not (cuda := torch.version.cuda):
-        return f"torch is {torch.__version__}."
-    needed, found = DRIVERS.get(cuda.partition(".")[0]), driver_version()
-    have = f"the driver is {found}" if found else "nvidia-smi shows no driver"
-    return (
-        f"torch {torch.__version__} is built for CUDA {cuda}, which needs a driver from {needed} on; {have}. "
-        "Update the driver, or install a torch for its CUDA version (https://pytorch.org/get-started)."
-    )
-
-
-def driver_version() -> str:
-    """Return the version of the NVIDIA driver, such as 570.124.06; empty if it is not known."""
-    if not shutil.which("nvidia-smi"):
-        return ""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True)
-    return (done.stdout.split() or [""])[0] if done.returncode == 0 else ""
+        made_for = f"torch {torch.__version__} is built for {device.title()} {device.version()}"
+        remedy = "Update the driver, or install a torch for it (https://pytorch.org/get-started)."
+        raise ConfigError(f"{device.title()} does not start: {reason}. {made_for}. {remedy}") from None
 
 
 def require_own_gpu(store: Store, rank: int, world: int) -> None:

@@ -58,7 +58,6 @@ class Meeting:
         return store
 
     def _missing(self, met: Store) -> list[int]:
-        """Return the ranks that have not come."""
         ranks = range(self.world)
         return [] if met.check([f"{r}" for r in ranks]) else [r for r in ranks if not met.check([f"{r}"])]
 
@@ -82,14 +81,13 @@ class Meeting:
         is_own = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         if not is_own:
             self._wait(self._answers, MEETING_TIMEOUT, lambda: [0])
-        how = {"wait_for_workers": False, "multi_tenant": True}
-        store = TCPStore(self.host, self.port, self.world, is_own, CONNECT_TIMEOUT, **how)
+        place = self.host, self.port, self.world, is_own, CONNECT_TIMEOUT
+        store = TCPStore(*place, wait_for_workers=False, multi_tenant=True)
         os.environ["MASTER_PORT"] = f"{store.port}"
         # torchrun's keeps what ranks wrote before `--max_restarts` started them again (torch 2.13)
         return dist.PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
     def _answers(self) -> bool:
-        """Return whether a program listens at the address."""
         with suppress(OSError), socket.create_connection((self.host, self.port), timeout=1):
             return True
         return False

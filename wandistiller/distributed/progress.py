@@ -107,15 +107,15 @@ def break_silence() -> threading.Event:
         An event that ends the thread.
     """
     ended, current.spoke = threading.Event(), time.monotonic()
+
+    def speak() -> None:
+        while not ended.wait(1):
+            shown = [b for b in _bars if not b.disable]
+            if shown:
+                shown[-1].refresh()
+            elif time.monotonic() - current.spoke >= SILENCE_SECONDS:
+                log0("still      %s: %s so far", current.activity, clock(time.monotonic() - current.began))
+
     if rank() == 0:
-        threading.Thread(target=_speak, args=[ended], daemon=True).start()
+        threading.Thread(target=speak, daemon=True).start()
     return ended
-
-
-def _speak(ended: threading.Event) -> None:
-    while not ended.wait(1):
-        shown = [b for b in _bars if not b.disable]
-        if shown:
-            shown[-1].refresh()
-        elif time.monotonic() - current.spoke >= SILENCE_SECONDS:
-            log0("still      %s: %s so far", current.activity, clock(time.monotonic() - current.began))

@@ -15,6 +15,10 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as funcol
 
 from wandistiller.distributed import collectives
+from wandistiller.utils.errors import Problem, problem
+
+SHARED = "context_parallel"
+"""Setting: the ranks that compute each sample together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,3 +105,21 @@ class ImaginedRanks(Ranks):
 
 ALONE = Ranks()
 """Each rank computes whole sequences, of samples of its own."""
+
+
+def division_problems(
+    where: str, number: int, world: int, heads: dict[str, int], patches: dict[tuple[int, int, int], int]
+) -> list[Problem]:
+    """List what does not divide by `number`, the ranks that share a sequence.
+
+    Args:
+        patches: of a sample of (height, width, frames).
+    """
+    if number <= 1:  # what is no positive number is reported elsewhere
+        return []
+    rules = [(f"There are {world} rank(s)", world)]
+    rules += [(f"{name} has {value} attention heads", value) for name, value in heads.items()]
+    for (height, wide, frames), value in patches.items():
+        rules.append((f"A sample of {height}x{wide} pixels and {frames} frame(s) has {value} patches", value))
+    remedy = "Write a divisor of that, or 1."
+    return [problem(where, SHARED, number, f"{what}. {remedy}") for what, value in rules if value % number]

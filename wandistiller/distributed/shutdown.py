@@ -127,7 +127,16 @@ class ShutdownListener:
         """Stop at the end of the step in flight, or of the call of a network; say so, when, and `more`."""
         if not self.reason:
             self.reason = reason
-            _say(f"{reason}: stopping after {_in_flight()}{more}")
+            # the part of the work that is not interrupted, with the time that it still takes, if known
+            in_step = current.step and current.activity.startswith(IN_EVERY_STEP)
+            what = (
+                f"step {current.step} and its checkpoint"
+                if in_step
+                else f"what runs now ({current.activity})"
+            )
+            left = current.due - time.monotonic()
+            what += f", about {left:.0f} s" if left > 0 else ""
+            _say(f"{reason}: stopping after {what}{more}")
             if reason not in [number.name for number in interrupts.SIGNALS]:  # which interrupt it themselves
                 interrupts.interrupt_build()
 
@@ -143,14 +152,6 @@ class ShutdownListener:
 
 def _leave_to_the_thread(number: int, _: FrameType | None) -> None:
     """Do nothing: `ShutdownListener._listen` has the signal already."""
-
-
-def _in_flight() -> str:
-    """Describe the part of the work that is not interrupted, with the time that it still takes, if known."""
-    in_step = current.step and current.activity.startswith(IN_EVERY_STEP)
-    what = f"step {current.step} and its checkpoint" if in_step else f"what runs now ({current.activity})"
-    left = current.due - time.monotonic()
-    return f"{what}, about {left:.0f} s" if left > 0 else what
 
 
 def _say(text: str) -> None:

@@ -153,11 +153,16 @@ class Watchdog:
         """Exchange heartbeats. Calls to the store wait for ever if rank 0's host has vanished."""
         beaten = 0.0
         while not self._ended.wait(POLL_SECONDS):
-            self._count_time()
+            # the clock by which other ranks are judged; it stands still while this one is suspended
+            now = time.monotonic()
+            self._awake += min(now - self._polled, POLL_SECONDS + HEARTBEAT_SECONDS)
+            self._polled = now
             try:
                 if time.monotonic() - beaten >= HEARTBEAT_SECONDS:
                     beaten = time.monotonic()
-                    self._write_heartbeat()
+                    beat = {"activity": current.activity, "progress": current.heartbeats, "at": beaten}
+                    beat |= {"pid": os.getpid(), "host": platform.node(), "stops": stopping.reason}
+                    self._store.set(f"beat/{self.rank}", json.dumps(beat))
                     self._read_heartbeats()
                 notice = self._first_notice() or self._lost_or_hung()
                 self._unanswered = 0
@@ -165,23 +170,6 @@ class Watchdog:
                 notice = self._lost(0)
             if notice and not self._ended.wait(GRACE_SECONDS):
                 self._end(notice)
-
-    def _count_time(self) -> None:
-        """Advance the clock by which other ranks are judged; it stands still while this one is suspended."""
-        now = time.monotonic()
-        self._awake += min(now - self._polled, POLL_SECONDS + HEARTBEAT_SECONDS)
-        self._polled = now
-
-    def _write_heartbeat(self) -> None:
-        beat = {
-            "activity": current.activity,
-            "progress": current.heartbeats,
-            "pid": os.getpid(),
-            "host": platform.node(),
-            "at": time.monotonic(),
-            "stops": stopping.reason,
-        }
-        self._store.set(f"beat/{self.rank}", json.dumps(beat))
 
     def _read_heartbeats(self) -> None:
         """Read all ranks' on rank 0; on the others rank 0's, which is enough to name it."""
@@ -191,17 +179,14 @@ class Watchdog:
             beat, last = json.loads(self._store.get(f"beat/{rank}")), self._beats.get(rank)
             now = self._awake
             if last is None or beat["at"] != last["at"]:
-                self._heard_again(rank)
+                if rank in self._silent:
+                    self._silent.remove(rank)
+                    log.warning("Rank %d is back; the run goes on.", rank)
                 advanced = last is None or beat["progress"] != last["progress"]
                 self._seen[rank] = (now, now if advanced else self._seen[rank][1])
                 self._beats[rank] = beat
             if beat["stops"]:  # so that a word comes from here if another rank alone was asked
                 stopping.request_stop(beat["stops"])
-
-    def _heard_again(self, rank: int) -> None:
-        if rank in self._silent:
-            self._silent.remove(rank)
-            log.warning("Rank %d is back; the run goes on.", rank)
 
     def _first_notice(self) -> FailureNotice | None:
         if self._store.add("left", 0) and self._store.check(["notice/1"]):

@@ -3,6 +3,7 @@
 import copy
 import os
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from wandistiller.engine.ds_schema import (
 )
 from wandistiller.engine.ds_unsupported import NOT_OFFERED, is_on, not_offered_problems, student_problems
 from wandistiller.engine.engine_config import EngineConfig
-from wandistiller.utils.errors import ConfigError, closest, nearest, unknown_keys
+from wandistiller.utils.errors import RECIPE, ConfigError, closest, nearest, unknown_keys
 from wandistiller.utils.files import read_json, shipped
 from wandistiller.utils.validation import check, value_problems
 
@@ -42,14 +43,21 @@ REMARKS = ("_", "/", "#")
 """First characters of keys that hold remarks; so does `comment`."""
 
 
-def load(source: str | dict[str, Any], named: Iterable[str] = ()) -> DeepSpeedJson:
+@cache
+def shipped_json(file: str) -> DeepSpeedJson:
+    """Read a shipped DeepSpeed JSON, such as ds_configs/student/zero2.json, once in a process."""
+    return load(file)
+
+
+def load(source: str | dict[str, Any], named: Iterable[str] = (), where: str = RECIPE) -> DeepSpeedJson:
     """Read a DeepSpeed JSON, a file or a recipe's object.
 
     Args:
         named: shipped ones, as they are named, for the message about one that is not there.
+        where: place of an object.
     """
     if isinstance(source, dict):
-        return DeepSpeedJson("recipe", _as_read(source))
+        return DeepSpeedJson(where, _as_read(source))
     if problem := _unnamed(source, {Path(name).stem: name for name in named}):
         raise ConfigError(problem)
     return DeepSpeedJson(source, _as_read(read_json(source)))
@@ -163,7 +171,7 @@ def student_engine(json: DeepSpeedJson, world: int) -> EngineConfig:
     ds["zero_optimization"] = BUCKETS | (LEAN_STAGE_3 if zero["stage"] == 3 else {}) | zero
     if "comet" in ds:
         ds["comet"].setdefault("samples_log_interval", 1)  # in our steps; DeepSpeed's own is 100
-    return EngineConfig(json.where, ds, json.overridden)
+    return EngineConfig(json.where, ds, json.overridden, json.is_open)
 
 
 def rate_problems(json: DeepSpeedJson) -> list[str]:

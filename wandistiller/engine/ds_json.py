@@ -13,6 +13,8 @@ from wandistiller.utils.errors import problem
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Section of a JSON -> the precision that it switches on."""
+SHORT = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
+"""Long names of precisions -> short ones."""
 OPEN = (None, "auto")
 """Values of a key that leave it to a flag."""
 
@@ -26,6 +28,8 @@ class DeepSpeedJson:
     raw: dict[str, Any]
     overridden: tuple[str, ...] = field(default=(), repr=False, compare=False)
     """What settings of the run took the place of, a line each."""
+    is_open: bool = field(default=False, repr=False, compare=False)
+    """True if `planner.resolve_auto` chooses the student's ZeRO stage and what is offloaded."""
 
     def section(self, name: str) -> dict[str, Any]:
         """Return a section by its dotted name; empty if there is none, or no object."""
@@ -64,11 +68,10 @@ class DeepSpeedJson:
 
     def in_precision(self, dtype: str | None) -> Self:
         """Return it in another precision, if one is given; its section keeps its other keys."""
-        if dtype is None:
-            return self
-        rest = self.without(*PRECISIONS)
-        section = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype)
-        return rest.replaced(**{section: self.section(section) | {"enabled": True}}) if section else rest
+        rest, section = self.without(*PRECISIONS), SHORT.get(dtype, dtype)
+        if section in PRECISIONS:
+            rest = rest.replaced(**{section: self.section(section) | {"enabled": True}})
+        return rest if dtype else self
 
     def offload(self, target: str) -> dict[str, Any]:
         """Return the section of what is offloaded, `param` or `optimizer`, with its device."""

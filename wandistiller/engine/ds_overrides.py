@@ -8,8 +8,6 @@ from wandistiller.engine.ds_json import OPEN, DeepSpeedJson
 from wandistiller.engine.ds_schema import BATCH_KEYS, BLOCK, MUON_RATES, PEAKS
 
 J = TypeVar("J", bound=DeepSpeedJson)
-PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
-"""--mixed_precision -> the precision of the engine."""
 TOTAL, MICRO, ACCUMULATION = BATCH_KEYS
 
 
@@ -52,7 +50,7 @@ def _written(json: J, setting: str, value: Any) -> J:
             schedule.setdefault("params", {})
             json.section("scheduler.params")[key] = value
     elif setting == "mixed_precision":
-        json = json.in_precision(PRECISIONS[value])
+        json = json.in_precision(value)
     elif value:
         ds.setdefault("activation_checkpointing", {"partition_activations": False})
     else:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pydoc import locate
 from typing import Any
 
-from wandistiller.engine.ds_json import DeepSpeedJson
+from wandistiller.engine.ds_json import SHORT, DeepSpeedJson
 from wandistiller.engine.ds_schema import ADAM
 
 REFUSED = (
@@ -42,8 +42,6 @@ class _Engine:
         self.clips = json.raw.get("gradient_clipping", 1) != 0
 
 
-SHORT = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
-"""Long names of precisions -> short ones."""
 MASTERS = "It needs `zero_optimization.offload_optimizer`. Write that section, or remove it."
 # Tried with deepspeed 0.19.8: key -> (whether its value is refused, why)
 RULES: dict[str, tuple[Callable[[Any, _Engine], bool], str]] = {

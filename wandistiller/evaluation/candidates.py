@@ -10,14 +10,7 @@ from wandistiller.checkpoint.facts import Facts
 from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError, Place, problem
 from wandistiller.utils.files import read_json
-from wandistiller.wan.added_lora import (
-    AddedLora,
-    added_lines,
-    as_settings,
-    each_file,
-    read_added,
-    with_experts,
-)
+from wandistiller.wan import added_lora
 from wandistiller.wan.lora_experts import FACTS, adapters_of, facts_beside, facts_of
 from wandistiller.wan.pipeline import WanFolder, open_wan, run_problem, student_of, with_loras
 
@@ -28,7 +21,7 @@ class Candidate:
 
     name: str | None
     """Its folder or hub id; None: the teacher that the LoRA files were made for."""
-    added: list[AddedLora]
+    added: list[added_lora.AddedLora]
     """The LoRA files, as they are named."""
     facts: Facts
     """Of the run that made it; defaults of a pipeline of others."""
@@ -89,13 +82,15 @@ class Candidate:
         folder = folder.with_first_frames() if self.facts.image_to_video else folder
         if alone := self._alone(folder):
             folder = replace(folder, configs={alone: folder.configs[alone]}, boundary=None)
-        return with_loras(folder, with_experts(Place("command line", "lora"), self.added, folder.configs))
+        return with_loras(
+            folder, added_lora.with_experts(Place("command line", "lora"), self.added, folder.configs)
+        )
 
     @property
     def lines(self) -> list[str]:
         """Say what is added to the pipeline, and if that is a teacher that has changed since."""
         changed = self.facts.changed_teacher(self.folder) if self.added else []
-        return [*changed, *added_lines(self.folder.added, self.folder.configs)]
+        return [*changed, *added_lora.added_lines(self.folder.added, self.folder.configs)]
 
     def _alone(self, folder: WanFolder) -> Expert | None:
         """Return the only one of the teacher's two networks that a LoRA file's student uses; None: both."""
@@ -130,7 +125,9 @@ def read_candidate(
         )
     if name and adapters_of(Path(name)):
         name, loras = None, [name, *loras]
-    added = each_file(read_added("command line", "lora", [{"file": f, "strength": strength} for f in loras]))
+    added = added_lora.each_file(
+        added_lora.read_added("command line", "lora", [{"file": f, "strength": strength} for f in loras])
+    )
     if twice := [one for number, one in enumerate(added) if one in added[:number]]:
         raise ConfigError(f"command line: the LoRA {twice[0].file} is given twice. Give it once.")
     if not (name or added):
@@ -142,8 +139,13 @@ def read_candidate(
         if of_run := run_problem(Path(name), name):
             raise ConfigError(of_run)
     made = [(facts_beside(Path(one.file)), _facts_of_lora(Path(one.file))) for one in added]
-    if not name:
-        _require_of_teacher(made)
+    for file, facts in () if name else made:  # on its teacher, which is taken
+        if facts.lora and not facts.bases:
+            base = facts.lora_base or f"a student of {facts.config.num_layers} layers"
+            raise ConfigError(
+                f"{file}: its adapters are for {base}, not for {facts.teacher_path}, and no pipeline is "
+                "named. Give that one: `sample` with --model, `evaluate` with --student."
+            )
     of_few_steps = [(file, facts) for file, facts in made if facts.few_steps]
     if name and not of_few_steps:
         where = (Path(name) if Path(name).exists() else open_wan(name).path) / FACTS
@@ -152,21 +154,6 @@ def read_candidate(
         where, facts = (of_few_steps or made)[0]
     facts = _with_places(facts, where.absolute().parents[1 if where.name == FACTS else 0])
     return Candidate(name=name, added=added, facts=facts, where=where, given_teacher=teacher)
-
-
-def _require_of_teacher(made: list[tuple[Path, Facts]]) -> None:
-    """Check that LoRA files are for their teacher, which is taken where no pipeline is named.
-
-    Raises:
-        ConfigError: one is for what its run began with.
-    """
-    for file, facts in made:
-        if facts.lora and not facts.bases:
-            base = facts.lora_base or f"a student of {facts.config.num_layers} layers"
-            raise ConfigError(
-                f"{file}: its adapters are for {base}, not for {facts.teacher_path}, and no pipeline is "
-                "named. Give that one: `sample` with --model, `evaluate` with --student."
-            )
 
 
 def _with_places(facts: Facts, output: Path) -> Facts:
@@ -178,8 +165,10 @@ def _with_places(facts: Facts, output: Path) -> Facts:
     recipe = read_json(run) if run.is_file() else {}
     if not facts.teacher_path or Path(recipe.get("teacher_path", "")).name != Path(facts.teacher_path).name:
         return facts
-    added = read_added(f"{run}", "teacher_lora", recipe.get("teacher_lora") or [])
-    return replace(facts, teacher_path=recipe["teacher_path"], teacher_lora=as_settings(added) or None)
+    added = added_lora.read_added(f"{run}", "teacher_lora", recipe.get("teacher_lora") or [])
+    return replace(
+        facts, teacher_path=recipe["teacher_path"], teacher_lora=added_lora.as_settings(added) or None
+    )
 
 
 def _facts_of_lora(file: Path) -> Facts:

@@ -13,11 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from wandistiller.checkpoint.facts import Facts
-from wandistiller.config.cross_checks import SHARED
 from wandistiller.data.conditions import given_frames
 from wandistiller.data.dataset import PromptItem
 from wandistiller.data.lines import prompt_problems
@@ -28,7 +26,7 @@ from wandistiller.distributed.collectives import device
 from wandistiller.distributed.device import memory_size, on_accelerator
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.round_robin import number_of_rounds, round_robin
-from wandistiller.distributed.sequence_parallel import ALONE, Ranks
+from wandistiller.distributed.sequence_parallel import ALONE, SHARED, Ranks
 from wandistiller.evaluation.candidates import Candidate
 from wandistiller.evaluation.items import reader_of
 from wandistiller.flow import EULER, TRAIN_TIMESTEPS
@@ -171,8 +169,13 @@ def draw(
             progress.advance()
         return {}
 
-    settings = asdict(sampling) | _images(folder, reader, samples)
+    settings = asdict(sampling)
     steps, _ = settings.pop("steps"), settings.pop("shift")  # the scheduler has it
+    if folder.config.takes_image:
+        (sample,) = samples
+        pixels_CTHW = given_frames(folder, reader, sample)
+        frames = [to_pil(p_CHW / 2 + 0.5) for p_CHW in pixels_CTHW.unbind(1)]
+        settings |= zip(("image", "last_image"), frames, strict=False)
     with _noise_between_steps(pipeline, seeds):
         frames_BFHWC = pipeline(
             prompt=[sample.item.prompt for sample in samples],
@@ -208,16 +211,6 @@ def _noise_between_steps(pipeline: Pipeline, seeds: list[int]) -> Iterator[None]
         del scheduler.step
 
 
-def _images(folder: WanFolder, reader: MediaReader | None, samples: list[Sample]) -> dict[str, Image.Image]:
-    """Return the arguments of an image-to-video pipeline, with the given frames."""
-    if not folder.config.takes_image:
-        return {}
-    (one,) = samples
-    pixels_CTHW = given_frames(folder, reader, one)
-    frames = [to_pil(p_CHW / 2 + 0.5) for p_CHW in pixels_CTHW.unbind(1)]
-    return dict(zip(("image", "last_image"), frames, strict=False))
-
-
 def sample(
     model: Candidate,
     items: list[PromptItem],
@@ -249,7 +242,13 @@ def sample(
         one = [Sample(items[i], size)]
         video_CFHW = draw(pipeline, folder, one, [seed + i], sampling, progress, reader)[0]
         if counts:
-            file = _write(video_CFHW, output / f"{i:04d}", folder.fps)
+            frames = [to_pil(frame_CHW) for frame_CHW in video_CFHW.unbind(1)]
+            file = output / f"{i:04d}{'.png' if len(frames) == 1 else '.mp4'}"
+            with atomic(file) as temporary:
+                if len(frames) == 1:
+                    frames[0].save(temporary, format="PNG")
+                else:
+                    write_mp4(temporary, lambda frames=frames: frames, folder.fps)
             drawn[i] = file, video_CFHW[:, video_CFHW.shape[1] // 2].clone()
     for of_rank in collectives.gather_objects(drawn):
         drawn |= of_rank
@@ -275,11 +274,7 @@ def output_problems(output: Path) -> list[str]:
     """List the problem of an output folder that has the files of a run."""
     above = next((p for p in (output, *output.parents) if (p / "resolved" / "run.json").is_file()), None)
     here = {file.name for file in output.iterdir()} if output.is_dir() else set()
-    ours = {
-        *_made(output),
-        LIST,
-        "grid.png",
-    }  # read in any case: it must be readable before anything is drawn
+    ours = {*_made(output), LIST, "grid.png"}  # it must be readable before anything is drawn
     if not above or output != above and here <= ours:
         return []
     remedy = f"Its files would be mixed with the samples. Name a new folder, such as {above / 'drawn'}."
@@ -305,14 +300,3 @@ def sampling_problems(folder: WanFolder, sampling: Sampling) -> list[str]:
         remedy = "MP4 files need: pip install av."
         problems.append(problem(folder.name, "num_frames", sampling.num_frames, remedy))
     return problems
-
-
-def _write(video_CFHW: Tensor, stem: Path, fps: int) -> Path:
-    frames = [to_pil(frame_CHW) for frame_CHW in video_CFHW.unbind(1)]
-    file = stem.with_suffix(".png" if len(frames) == 1 else ".mp4")
-    with atomic(file) as temporary:
-        if len(frames) == 1:
-            frames[0].save(temporary, format="PNG")
-        else:
-            write_mp4(temporary, lambda: frames, fps)
-    return file

@@ -25,8 +25,7 @@ from wandistiller.evaluation.draw_samples import Sampling
 from wandistiller.evaluation.items import reader_of
 from wandistiller.evaluation.metrics import FEATURES, METRICS, DrawnBatch, Features, Metric
 from wandistiller.evaluation.pipelines import DiffusersPipeline, PeakMemory, PlacedTeacher
-from wandistiller.evaluation.quantization_error import SAMPLES
-from wandistiller.evaluation.sigma_bands import Band, bands, states_in
+from wandistiller.evaluation.velocity_error import SAMPLES, Band, bands, states_in
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.tiny import clips, first_frames, shapes
 from wandistiller.utils.errors import ConfigError
@@ -187,16 +186,14 @@ class Evaluator:
         for index, chunk, _ in round_robin(self._batches, self._ranks):
             for band in self._bands:
                 self._targets[index, band] = velocity(self._state(index, chunk, band)).cpu()
-        error = self._weights_error(candidate) if s.placement and s.placement.weights else None
+        error = None
+        if s.placement and s.placement.weights:  # of the first samples, the same for all ranks
+            x0_BCFHW = collectives.broadcast_object(self._x0[0][:SAMPLES].clone()).to(self._device)
+            samples = [self._samples[i] for i in self._batches[0][:SAMPLES]]
+            conditioning = self._conditions.of(samples).to(self._device)
+            error = candidate.quantization_error(x0_BCFHW, conditioning, s.seed)
         candidate.close()
         return CandidateResult(drawn, memory.peak_gib(), error)
-
-    def _weights_error(self, candidate: PlacedTeacher) -> dict[str, float]:
-        """Measure the error of quantised weights on the teacher's first samples, the same for all ranks."""
-        x0_BCFHW = collectives.broadcast_object(self._x0[0][:SAMPLES].clone()).to(self._device)
-        first = [self._samples[i] for i in self._batches[0][:SAMPLES]]
-        conditioning = self._conditions.of(first).to(self._device)
-        return candidate.quantization_error(x0_BCFHW, conditioning, self.settings.seed)
 
     def student(self) -> tuple[CandidateResult, dict[int, Tensor]]:
         """Sample, and compare velocities: squares_S2 of error and target per band, by the prompt's number."""

@@ -25,22 +25,23 @@ def read_items(
         last_images: the same of the last frame.
     """
     first = os.path.expanduser(words[0])  # no shell does it in `--prompts=~/x`
-    if len(words) == 1 and (first in {*EMBEDDED, *FIRST_FRAMES} or _names_a_file(first)):
+    is_path = "/" in first and not any(letter.isspace() for letter in first)  # be it there or not
+    # not Path.exists, which raises OSError of a long text (Python 3.11)
+    is_path = is_path or first.lower().endswith(LISTS) or os.path.lexists(first)
+    if len(words) == 1 and (is_path or first in {*EMBEDDED, *FIRST_FRAMES}):
         items = list(read_dataset(first, first_frames=True))
     elif problems := prompt_problems("command line", "prompts", words):
         raise ConfigError(*problems)
     else:
         items = [PromptItem(word) for word in words]
-    given = {"image": images, "last_image": last_images}
-    first, last = (_of_each(key, files, len(items)) for key, files in given.items())
+    first = _of_each("image", images, len(items))
+    last = _of_each("last_image", last_images, len(items))
     if any(last) and not any(first):
         raise ConfigError(problem("command line", "last_image", last_images[0], "Give `image` too."))
     if not any(first):
         return items
-    if own := next((item.begins_with for item in items if item.begins_with), None):
-        remedy = (
-            f"{words[0]} has images of its own, such as {own}. Leave this flag out, or give prompts alone."
-        )
+    if there := next((item.begins_with for item in items if item.begins_with), None):
+        remedy = f"{words[0]} has images of its own, such as {there}. Leave this out, or give prompts alone."
         raise ConfigError(problem("command line", "image", images[0], remedy))
     return [PromptItem(i.prompt, None, *ends) for i, *ends in zip(items, first, last, strict=True)]
 
@@ -72,17 +73,10 @@ def reader_of(facts: Facts, folder: WanFolder) -> MediaReader:
 
 def frame_problems(folder: WanFolder, reader: MediaReader, items: list[PromptItem], size: Size) -> list[str]:
     """List the images and videos whose given frames cannot be used, with the reasons; all are read."""
-    problems = {}
+    problems = []
     for item in items if folder.config.takes_image else []:
         try:
             given_frames(folder, reader, Sample(item, size))
         except MediaError as error:
-            problems[f"{item.begins_with}: {error}."] = None
-    return [*problems]
-
-
-def _names_a_file(word: str) -> bool:
-    """Return whether a text is meant as a path, be it there or not."""
-    like_one = "/" in word and not any(letter.isspace() for letter in word)
-    # not Path.exists, which raises OSError of a long text (Python 3.11)
-    return like_one or word.lower().endswith(LISTS) or os.path.lexists(word)
+            problems.append(f"{item.begins_with}: {error}.")
+    return problems

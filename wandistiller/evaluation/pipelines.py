@@ -2,10 +2,10 @@
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.engine.workarounds import release_module_references
 from wandistiller.evaluation.draw_samples import Sampling, draw, open_pipeline, set_steps
-from wandistiller.evaluation.quantization_error import quantization_error
+from wandistiller.evaluation.velocity_error import quantization_error
 from wandistiller.experts import Expert
 from wandistiller.monitoring import memory_usage
 from wandistiller.network.network import Network
@@ -33,6 +33,8 @@ from wandistiller.wan.context_parallel import whole_sequences
 from wandistiller.wan.loaded_components import Vae
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.sampling import denoise, pipeline_scheduler
+
+P, R = ParamSpec("P"), TypeVar("R")
 
 
 class DiffusersPipeline:
@@ -61,9 +63,9 @@ class DiffusersPipeline:
         self._folder, self._reader = folder, reader
         self._trained = facts if facts and facts.few_steps else None
         self._own = self._pipeline.scheduler, self._pipeline.config.boundary_ratio
-        self._outside = Stopwatch()
+        self._outside = 0.0  # seconds of a call of `draw`
         for part, method in ((self._pipeline, "encode_prompt"), (self._pipeline.vae, "decode")):
-            self._outside.add(part, method)
+            setattr(part, method, self._timed(getattr(part, method)))
         self.denoising = 0.0
         """Seconds of the last call of `draw` between text encoder and VAE."""
         high, low = self._pipeline.transformer, self._pipeline.transformer_2 or self._pipeline.transformer
@@ -76,11 +78,24 @@ class DiffusersPipeline:
         self._pipeline.scheduler, boundary = self._own
         self._pipeline.register_to_config(boundary_ratio=boundary)
         set_steps(self._pipeline, self._trained, steps, self._folder)
-        self._outside.seconds, start = 0.0, time.monotonic()
+        self._outside, start = 0.0, time.monotonic()
         sampling = replace(self._sampling, steps=steps)
         pixels_BCFHW = draw(self._pipeline, self._folder, samples, seeds, sampling, progress, self._reader)
-        self.denoising = time.monotonic() - start - self._outside.seconds
+        self.denoising = time.monotonic() - start - self._outside
         return pixels_BCFHW
+
+    def _timed(self, method: Callable[P, R]) -> Callable[P, R]:
+        """Return a method whose seconds are outside of denoising."""
+
+        def timed(*args: P.args, **kwargs: P.kwargs) -> R:
+            synchronize()
+            start = time.monotonic()
+            result = method(*args, **kwargs)
+            synchronize()
+            self._outside += time.monotonic() - start
+            return result
+
+        return timed
 
     def velocity(self, batch: State) -> Tensor:
         """Predict v_BCFHW, float32, guidance included."""
@@ -91,27 +106,6 @@ class DiffusersPipeline:
 
     def close(self) -> None:
         """Drop the networks, so that their memory can be freed; here nothing but this object holds them."""
-
-
-class Stopwatch:
-    """Adds up the seconds of calls of methods."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def add(self, owner: Any, name: str) -> None:
-        """Time the calls of the method `name` of `owner` from now on."""
-        method = getattr(owner, name)
-
-        def timed(*given: Any, **more: Any) -> Any:
-            synchronize()
-            start = time.monotonic()
-            result = method(*given, **more)
-            synchronize()
-            self.seconds += time.monotonic() - start
-            return result
-
-        setattr(owner, name, timed)
 
 
 class PlacedTeacher:

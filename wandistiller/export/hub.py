@@ -14,7 +14,7 @@ from wandistiller.utils.errors import ConfigError
 
 NETWORK = ("httpx", "httpcore")
 """Libraries whose errors come from the network (huggingface_hub 1 raises them, under changing names)."""
-WEIGHTS = re.compile(r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?$")
+WEIGHTS_FILE = re.compile(r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?$")
 """End of the name of a file of weights: whole, a shard, or the index of shards."""
 LOGIN = (
     "Set HF_TOKEN to a token that may write there (https://huggingface.co/settings/tokens), "
@@ -64,8 +64,8 @@ def push(exported: list[Path], repository: str, private: bool) -> str:
 def outdated(there: Iterable[str], pushed: Iterable[str]) -> list[str]:
     """List the files of weights in a repository that others of the same weights replace, by their names."""
     new = set(pushed)
-    stems = {WEIGHTS.sub("", name) for name in new if WEIGHTS.search(name)}
-    return [n for n in there if WEIGHTS.search(n) and n not in new and WEIGHTS.sub("", n) in stems]
+    stems = {WEIGHTS_FILE.sub("", name) for name in new if WEIGHTS_FILE.search(name)}
+    return [n for n in there if WEIGHTS_FILE.search(n) and n not in new and WEIGHTS_FILE.sub("", n) in stems]
 
 
 @contextmanager

@@ -1,8 +1,9 @@
-"""The model card of an export; each format adds its own text."""
+"""The model card of an export, with the settings of ComfyUI's nodes; each format adds its own text."""
 
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,14 @@ from huggingface_hub.repocard import metadata_load
 from wandistiller.checkpoint import manifest
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.config.start import recorded_stages
-from wandistiller.export.source import (
-    Source,
-    arguments,
-    clip,
-    sampler_in_words,
-    without_places,
-    written,
-)
-from wandistiller.flow import RENOISE
+from wandistiller.experts import Expert, expert_at
+from wandistiller.export.source import Source, arguments, clip, sampler_in_words, without_places, written
+from wandistiller.flow import RENOISE, FlowSchedule
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json, write_json
 from wandistiller.utils.images import drawn
 from wandistiller.wan import transformer
+from wandistiller.wan.given_frames import given_places
 from wandistiller.wan.lora_experts import FACTS
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.sampling import few_step_config, few_steps
@@ -115,7 +111,6 @@ def fewer_steps(shift: float, steps: int) -> dict[str, float | None]:
 
 
 def joined(files: list[str]) -> str:
-    """File names in a sentence."""
     return " and ".join(f"`{file}`" for file in files)
 
 
@@ -183,7 +178,10 @@ def licence(teacher: WanFolder | None, hub_id: str) -> dict[str, str]:
     """
     if teacher and teacher.is_tiny:
         return {"license": "apache-2.0"}  # as all that comes with this package
-    card = _read_front_matter(teacher.path / "README.md") if teacher else {}
+    card: dict[str, Any] = {}
+    if teacher and (file := teacher.path / "README.md").is_file():
+        with suppress(ValueError, yaml.YAMLError):  # a mistake in the teacher's card
+            card = metadata_load(file) or {}
     keys = ("license", "license_name", "license_link")
     known = {key: card[key] for key in keys if isinstance(card.get(key), str)}
     if known.setdefault("license", "other") == "other":
@@ -194,13 +192,6 @@ def licence(teacher: WanFolder | None, hub_id: str) -> dict[str, str]:
     if hub_id and "://" not in (link := known.get("license_link", "://")):
         known["license_link"] = f"{HUB}/{hub_id}/blob/main/{link}"
     return known
-
-
-def _read_front_matter(card: Path) -> dict[str, Any]:
-    try:
-        return card.is_file() and metadata_load(card) or {}
-    except (ValueError, yaml.YAMLError):  # a mistake in the teacher's card
-        return {}
 
 
 def _evaluation(run: Path, source: Source) -> str:
@@ -218,3 +209,56 @@ def _evaluation(run: Path, source: Source) -> str:
             blocks = file.read_text(encoding="utf-8").split("\n\n")
             return "\n\n".join(block for block in blocks if block.startswith("|"))
     return ""
+
+
+COMFY = """
+In ComfyUI, `{latent}` has width {width}, height {height}, length {num_frames}. ComfyUI knows neither the
+shift nor the guidance of this student:
+
+| node | set |
+|---|---|
+"""
+ONE_SAMPLER = """\
+| ModelSamplingSD3, after {loader} | shift {shift} |
+| KSampler | steps {steps}{fewer}, cfg 1, sampler {sampler}, scheduler simple |
+"""
+TWO_SAMPLERS = """\
+| two ModelSamplingSD3, one after each {loader} | shift {shift} |
+| both KSamplerAdvanced | steps {steps}, cfg 1, sampler {sampler}, scheduler simple |
+| the first, with the high-noise model | add_noise enable, start_at_step 0, end_at_step {split}, \
+return_with_leftover_noise enable |
+| the second, with the low-noise model | add_noise disable, start_at_step {split}, end_at_step 10000, \
+return_with_leftover_noise disable |
+
+Step {split} of {steps} is the first whose noise level is below the boundary {boundary}{others}.
+"""
+OTHERS = "; of other numbers of steps it is {}"
+
+
+def comfy_nodes(facts: Facts, loader: str) -> str:
+    """The settings of ComfyUI's nodes, in a table.
+
+    Args:
+        loader: the node whose model is shifted.
+    """
+    latent = "EmptyHunyuanLatentVideo" if facts.config.out_channels == 16 else "Wan22ImageToVideoLatent"
+    if facts.image_to_video:
+        latent = "WanImageToVideo" if facts.config.joined_channels else latent
+        latent = "WanFirstLastFrameToVideo" if len(given_places(facts.config)) == 2 else latent
+    text = COMFY + (TWO_SAMPLERS if facts.has_boundary else ONE_SAMPLER)
+    more = {"latent": latent, "loader": loader, "sampler": "euler or uni_pc", "others": "", "fewer": ""}
+    if facts.few_steps:
+        renoise = facts.sampler == RENOISE
+        more["sampler"] = "lcm" if renoise else "euler"
+        more["fewer"] = " or fewer" * (renoise and facts.steps > 1)  # it shifts any number by itself
+    elif facts.has_boundary:
+        splits = {n: split_step(facts, n) for n in (4, 8, 20, 40) if n != facts.steps}
+        more["others"] = OTHERS.format(", ".join(f"{split} of {steps}" for steps, split in splits.items()))
+    return text.format(**written(facts) | more, split=split_step(facts, facts.steps))
+
+
+def split_step(facts: Facts, steps: int) -> int:
+    """The steps of the high-noise expert, by ComfyUI's scheduler `simple` as by diffusers."""
+    path = FlowSchedule(facts.shift, facts.boundary, seed=0)
+    sigmas = [round(path.shifted(1 - step / steps), 6) for step in range(steps)]
+    return sum(expert_at(sigma, path.boundary) is Expert.HIGH_NOISE for sigma in sigmas)

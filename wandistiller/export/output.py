@@ -34,21 +34,15 @@ def check_folder(target: Path) -> Path:
     """
     if problems := folder_problems("output", target):
         raise ConfigError(*problems)
+    why = ""
     if target.suffix == ".safetensors":
-        raise ConfigError(
-            f"the output {target}: is the name of a file, and this format is a folder. Name one, or give "
-            "--format original for files for ComfyUI."
-        )
-    if target.is_dir() and (target.samefile(Path()) or os.path.ismount(os.path.realpath(target))):
-        raise ConfigError(
-            f"the output {target}: is the current folder, or a disk's, and would be replaced as a whole. "
-            "Name a folder in it."
-        )
-    if target.is_dir() and any(target.iterdir()) and not (target / FACTS).is_file():
-        raise ConfigError(
-            f"the output {target}: is a folder with something else in it. Move that away, or name a new "
-            "folder or an earlier export."
-        )
+        why = "is the name of a file, and this format is a folder. Name one, or give --format original"
+    elif target.is_dir() and (target.samefile(Path()) or os.path.ismount(os.path.realpath(target))):
+        why = "is the current folder, or a disk's, and would be replaced as a whole. Name a folder in it"
+    elif target.is_dir() and any(target.iterdir()) and not (target / FACTS).is_file():
+        why = "is a folder with something else in it. Move that away, or name a new one or an earlier export"
+    if why:
+        raise ConfigError(f"the output {target}: {why}.")
     return target
 
 

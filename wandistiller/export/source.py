@@ -1,5 +1,6 @@
-"""A checkpoint as the source of an export: its networks on the CPU, the facts of its run, its teacher."""
+"""A checkpoint, or a whole network of others, as the source of an export: its weights, facts and teacher."""
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,11 +21,15 @@ from wandistiller.flow import RENOISE
 from wandistiller.network.adapters import BASE_LAYER, is_adapter
 from wandistiller.network.heads import PROJECTIONS
 from wandistiller.network.network import Network, Trained, without_memory
-from wandistiller.utils.errors import ConfigError, problem, readable
+from wandistiller.utils.errors import ConfigError, Place, problem, readable
 from wandistiller.utils.logging import current, set_activity
 from wandistiller.wan import transformer
 from wandistiller.wan.added_lora import read_recorded
+from wandistiller.wan.lora_experts import BOTH, is_full_model, sides_of, split_side
+from wandistiller.wan.original_names import original_name
 from wandistiller.wan.pipeline import WanFolder, open_wan, with_loras
+from wandistiller.wan.transformer import shapes
+from wandistiller.wan.weight_reader import WeightReader
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 LOCAL = ("/", "~", "./", "../")
@@ -101,7 +106,6 @@ class Source(NamedTuple):
         return network.prepare(Trained(lora=self.facts.lora), begin).module
 
     def fill_adapters(self, name: str, model: nn.Module) -> None:
-        """Copy one expert's adapters into a model with some of the same kind."""
         for parameter, value in loading.read_weights(self.folder, Expert(name), self.facts.averaged):
             if is_adapter(parameter):
                 model.get_parameter(parameter).data.copy_(value)
@@ -184,7 +188,6 @@ def read_source(
 
 
 def sampler_in_words(facts: Facts) -> str:
-    """Say how a student of few steps samples."""
     renoise = facts.sampler == RENOISE
     return "by noising its clean latents again (LCM)" if renoise else "by Euler's method"
 
@@ -205,18 +208,15 @@ def clip(facts: Facts) -> str:
     return "images" if facts.num_frames == 1 else f"videos of {facts.num_frames} frames"
 
 
-def is_hub_id(name: str) -> bool:
-    """Return whether `name` is ORGANISATION/MODEL on the hub, and no folder here."""
-    return bool(HUB_ID.fullmatch(name)) and not Path(name).exists()
-
-
 def without_places(value: Any, key: str = "") -> Any:
     """`value`, any JSON, with the last part of each path on this machine; hub ids and prompts stay."""
     if isinstance(value, dict):
         return {name: without_places(one, name) for name, one in value.items()}
     if isinstance(value, list):
         return value if key in TEXTS else [without_places(one, key) for one in value]
-    if not isinstance(value, str) or key == "negative_prompt" or is_hub_id(value):
+    if not isinstance(value, str) or key == "negative_prompt":
+        return value
+    if HUB_ID.fullmatch(value) and not Path(value).exists():
         return value
     path = value.startswith(LOCAL) or key.endswith(("path", "dir", "folder", "file")) or key == "init"
     return Path(value).name if path else value
@@ -241,3 +241,73 @@ def _checkpoint(folder: Path, share: tuple[int, int]) -> Path:
         raise ConfigError(f"{checkpoint}: {'; '.join(problems)}. Name another checkpoint{named}.")
     set_activity(before)
     return checkpoint
+
+
+PREFIXES = ("", "model.", "diffusion_model.", "model.diffusion_model.")
+"""What may stand before the names in a single file; the last two ComfyUI writes."""
+
+
+class WholeModel(Source):
+    """A pipeline, a transformer's folder, or a file with the original Wan's names, of a teacher's shape."""
+
+    @property
+    def description(self) -> str:
+        return f"What {self.folder.name} changes of {self.published.teacher_path}, by wandistiller."
+
+    @property
+    def sides(self) -> list[str]:
+        return [expert.value for expert in open_wan(self.facts.teacher_path).configs]
+
+    def weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and value of each weight of one expert, float32.
+
+        Raises:
+            ConfigError: it is of another architecture, in 8 bits, or damaged.
+        """
+        inside = (self.folder / part for part in (name, "transformer"))
+        place = next((folder for folder in inside if folder.is_dir()), self.folder)
+        reader = WeightReader(place.parent, place.stem) if place.is_file() else WeightReader(place)
+        wanted, stored = shapes(self.facts.config), reader.stored
+        spellings = [
+            {n: prefix + spell(n) for n in wanted} for prefix in PREFIXES for spell in (str, original_name)
+        ]
+        names = max(spellings, key=lambda names: sum(own in stored for own in names.values()))
+        found = {n: list(stored[own].shape) for n, own in names.items() if own in stored}
+        other = [names[n] for n in wanted if found.get(n) != wanted[n]] + sorted(
+            stored.keys() - {*names.values()}
+        )
+        if other or any(one.dtype.itemsize < 2 for one in stored.values()):
+            what = f"its `{other[0]}` is not as the teacher's" if other else "it is in 8 bits"
+            remedy = f"Give a model of the architecture of {self.facts.teacher_path}, in 16 or 32 bits."
+            raise ConfigError(f"{place}: {what}. {remedy}")
+        for n, own in names.items():
+            reader.read(own, value := torch.empty(wanted[n]))
+            if reader.faults:
+                raise ConfigError(*reader.faults)
+            yield n, value
+
+
+def read_whole_model(given: str, teacher_path: str) -> WholeModel:
+    """Take a model by its place, which for one of a teacher's two experts says of which it is, as a LoRA's.
+
+    Raises:
+        ConfigError: it is no whole model, or nothing says of which expert it is.
+    """
+    side, name = split_side(given)
+    place, teacher = Path(os.path.expanduser(name)), open_wan(teacher_path)
+    if not is_full_model(place):
+        remedy = "Give a pipeline's folder, a transformer's, or a .safetensors file of the whole network."
+        raise ConfigError(f"{name}: is no whole Wan model. {remedy}")
+    experts = [expert for expert in teacher.configs if (place / expert.value).is_dir()]
+    if len(experts) < len(teacher.configs):
+        (side,) = sides_of(Place("command line", "checkpoint"), [(place, side)], len(teacher.configs))
+        experts = [e for e in teacher.configs if side in ("", BOTH, e.key)]
+    facts = Facts(
+        teacher_path=teacher_path,
+        teacher_revision=teacher.revision,
+        transformer=teacher.config.raw,
+        experts=[expert.value for expert in experts],
+        boundary=teacher.boundary,
+        shift=teacher.shift,
+    )
+    return WholeModel(place, facts, {})

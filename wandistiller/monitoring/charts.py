@@ -1,14 +1,13 @@
-"""Line charts as SVG, drawn by matplotlib, which comes with `pip install wandistiller[report]`."""
+"""What reports are made of: line charts as SVG, drawn by matplotlib, and pages as jinja2 templates."""
 
-import importlib.util
 import io
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
-
-from wandistiller.utils.errors import ConfigError
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 INCHES = (4.8, 2.6)
 """Small, so that the letters can be read on a phone, whose width a chart fills."""
@@ -47,13 +46,6 @@ class Chart(NamedTuple):
     """Only where all values are above 0."""
     along: str = ""
     """Name of a horizontal axis other than the step, logarithmic."""
-
-
-def require_matplotlib() -> None:
-    """Raise ConfigError if matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        remedy = "Write: pip install 'wandistiller[report]'."
-        raise ConfigError(f"matplotlib, which draws the charts, is missing. {remedy}")
 
 
 def svg(chart: Chart) -> bytes:
@@ -109,3 +101,16 @@ def smooth(points: Sequence[tuple[float, float | None]], window: int) -> list[tu
     sum_N = np.convolve(y_N, np.ones(window))[: len(kept)]
     mean_N = sum_N / np.minimum(np.arange(len(kept)) + 1, window)
     return list(zip(x_N.tolist(), mean_N.tolist(), strict=True))
+
+
+def render(file: Path, **values: Any) -> str:
+    """Fill the template in `file`; in HTML all values are escaped."""
+    environment = Environment(
+        loader=FileSystemLoader(file.parent),
+        autoescape=".html" in file.suffixes,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template(file.name).render(values)

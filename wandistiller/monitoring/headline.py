@@ -1,14 +1,64 @@
-"""The three figures above a run's report: how right the student is, how small and how fast."""
+"""The figures of evaluation.json, and the three above a run's report: how right, how small and how fast."""
 
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
-from wandistiller.monitoring.evaluated import Evaluated
 from wandistiller.monitoring.metrics import MetricsLine
 from wandistiller.utils.files import read_json
+
+
+class Estimated(TypedDict, total=False):
+    """A value with the ends of its 95 % confidence interval; None where it is not finite."""
+
+    value: float | None
+    low: float | None
+    high: float | None
+    count: int
+    """Of a share: the hits."""
+
+
+Figures = dict[str, Estimated]
+"""Score or time -> its estimate."""
+
+
+class VelocityError(TypedDict):
+    """Squared error of the student's velocities over the squared velocities of its teacher."""
+
+    bands: Figures
+    """By band of sigma; each names its `expert` too."""
+    experts: Figures
+    all: Estimated
+
+
+class Evaluated(TypedDict, total=False):
+    """Figures of teacher and student, and what they were drawn with."""
+
+    prompts: int
+    steps: int
+    teacher_steps: int
+    shift: float
+    """Of the noise levels that the student was trained at; the teacher draws at that too."""
+    teacher_shift: float
+    seed: int
+    trained_steps: int
+    """Training steps of the student, if it is one of this package."""
+    teacher: dict[str, int | Estimated | dict[str, float]]
+    """`parameters`, `peak_memory_gib` by place, and Figures."""
+    student: dict[str, int | Estimated | dict[str, float]]
+    ratio: Figures
+    """Student over teacher, paired by prompt or batch."""
+    relative_velocity_error: VelocityError
+    teacher_weights: str
+    """Format of a quantised teacher."""
+    teacher_weights_velocity_error: dict[str, dict[str, float]]
+    frechet: dict[str, dict[str, int | Estimated]]
+    """By kind of feature: `features`, their number, and the distances."""
+    by_steps: dict[str, dict[str, Figures]]
+    """By side, then by the number of steps."""
+
 
 SCORES = {"fully_right": "prompts fully right", "clip_score": "CLIP score"}
 """Scores of evaluation.json, the one that says most first, and their names for people."""
@@ -42,7 +92,14 @@ def headline(output: Path, run: Path, lines: Sequence[MetricsLine]) -> list[Figu
     right = _score(evaluated) or _error(evaluated)
     if right and (older := outdated(evaluated, lines)):
         right = right._replace(label=f"{right.label}, {older}")
-    return [right or _loss(lines), *_small(known), _seconds(evaluated) or _not_measured(output)]
+    command = f"wandistiller evaluate --student_path {shlex.quote(str(output / 'student'))}"
+    later = Figure("?", "No evaluation yet", f"when the run is done: {command}")
+    small = []
+    if both := _sides(known, "parameters"):
+        unit, one = ("B", 1e9) if both[1] >= 1e9 else ("M", 1e6)
+        detail = f"{both[0] / one:.3g} {unit}, teacher {both[1] / one:.3g} {unit}"
+        small = [Figure(_percent(both[0] / both[1]), "of the teacher's parameters", detail)]
+    return [right or _loss(lines), *small, _seconds(evaluated) or later]
 
 
 def outdated(evaluated: Evaluated, lines: Sequence[MetricsLine]) -> str:
@@ -99,14 +156,6 @@ def _loss(lines: Sequence[MetricsLine]) -> Figure:
     return Figure(f"{last:.3g}", "loss, not evaluated", detail)
 
 
-def _small(known: Evaluated) -> list[Figure]:
-    if not (both := _sides(known, "parameters")):
-        return []
-    unit, one = ("B", 1e9) if both[1] >= 1e9 else ("M", 1e6)
-    detail = f"{both[0] / one:.3g} {unit}, teacher {both[1] / one:.3g} {unit}"
-    return [Figure(_percent(both[0] / both[1]), "of the teacher's parameters", detail)]
-
-
 def _seconds(evaluated: Evaluated) -> Figure | None:
     if not (both := _sides(evaluated, "seconds_per_sample")):
         return None
@@ -115,10 +164,3 @@ def _seconds(evaluated: Evaluated) -> Figure | None:
     student, teacher = (f"{seconds:.3g} s in {n} steps" for seconds, n in zip(both, steps, strict=True))
     detail = f"{student} a sample, teacher {teacher}"
     return Figure(_percent(both[0] / both[1]), "of the teacher's seconds", detail)
-
-
-def _not_measured(output: Path) -> Figure:
-    student = shlex.quote(str(output / "student"))
-    return Figure(
-        "?", "No evaluation yet", f"when the run is done: wandistiller evaluate --student_path {student}"
-    )

@@ -84,7 +84,8 @@ class HealthChecks:
         for line in lines:
             if watched := line.get("watched"):
                 self._add(watched)
-                self._add_norm(line.get("grad_norm"))
+                if (norm := line.get("grad_norm")) is not None:
+                    self._norms.append(norm)
 
     def step(self, step: int, watched: dict[str, float], grad_norm: float | None) -> Iterator[Alarm]:
         """Check a step, counted from 1, of an objective with numbers; others have nothing to check."""
@@ -95,13 +96,10 @@ class HealthChecks:
             value = self._grown(limit) if limit.grows else self._surely(limit.number, step)
             if value > limit.most:
                 yield limit.alarm, limit.text.format(value=value, most=limit.most, window=WINDOW)
-        yield from self._jump(grad_norm)
-
-    def _jump(self, grad_norm: float | None) -> Iterator[Alarm]:
         if grad_norm is None:
             return
         usual = median(self._norms) if len(self._norms) >= 2 * WINDOW else 0.0
-        self._add_norm(grad_norm)
+        self._norms.append(grad_norm)
         if grad_norm > JUMPED * usual > 0:
             yield (
                 "student jumps",
@@ -125,10 +123,6 @@ class HealthChecks:
                 f"The student's frames change by {ratio:.2f} of what the teacher's do. More sampling steps, "
                 "a larger `shift`, or `consistency` in the objective help.",
             )
-
-    def _add_norm(self, grad_norm: float | None) -> None:
-        if grad_norm is not None:
-            self._norms.append(grad_norm)
 
     def _add(self, watched: Mapping[str, float | None]) -> None:
         # not finite: null in metrics.jsonl

@@ -116,29 +116,21 @@ class Metrics:
         }
         if rank() == 0:
             append_line(self._file, finite_or_none(entry))
-        pace = speed(self._global_batch, seconds, "sample")
-        self._show(step, values, pace, worst(memory["train"]), left)
-        return entry
-
-    def _show(
-        self, step: int, values: MetricsLine, rate: str, worst_rank: tuple[int, int], left: float
-    ) -> None:
-        """Advance the bar; log the step if it is due, to the file alone where the bar is shown."""
         skipped = "SKIPPED  " if values.get("skipped") else ""
-        text = f"{skipped}loss {values['loss']:.5f}  lr {values['lr']:.2e}  {rate}"
+        pace = speed(self._global_batch, seconds, "sample")
+        text = f"{skipped}loss {values['loss']:.5f}  lr {values['lr']:.2e}  {pace}"
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update()
         if step == self._max_steps:
             self._bar.close()
-        if not (skipped or step - self._start <= EACH or step % 10 == 0 or step == self._max_steps):
-            return
-        (last, at), now = self._logged, time.monotonic()
-        self._logged = step, now
-        since = f"  {now - at:.1f} s since step {last}" if step > last + 1 else ""
-        largest, most = worst_rank
-        memory = f"{most / GIB:.2f} GiB on rank {largest}"
-        text = f"step {step}/{self._max_steps}  {text}  {memory}  {clock(left)} left{since}"
-        self._log(text)
+        if skipped or step - self._start <= EACH or step % 10 == 0 or step == self._max_steps:
+            (last, at), now = self._logged, time.monotonic()
+            self._logged = step, now
+            since = f"  {now - at:.1f} s since step {last}" if step > last + 1 else ""
+            largest, most = worst(memory["train"])
+            text = f"step {step}/{self._max_steps}  {text}  {most / GIB:.2f} GiB on rank {largest}"
+            self._log(f"{text}  {clock(left)} left{since}")  # to the file alone where the bar is shown
+        return entry
 
     def flush(self) -> None:
         if rank() == 0:

@@ -2,6 +2,7 @@
 
 import base64
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,13 +12,12 @@ from wandistiller.config.start import recorded_stages
 from wandistiller.distributed.progress import clock
 from wandistiller.monitoring import environment
 from wandistiller.monitoring.alarms import FILE, HINTS
-from wandistiller.monitoring.charts import Chart, Line, finite, require_matplotlib, smooth, svg
+from wandistiller.monitoring.charts import Chart, Line, finite, render, smooth, svg
 from wandistiller.monitoring.headline import SIDES, headline, outdated, read_if_exists
 from wandistiller.monitoring.metrics import SAMPLES, MetricsLine, read_lines
 from wandistiller.utils.errors import ConfigError, readable
 from wandistiller.utils.files import atomic
 from wandistiller.utils.images import drawn
-from wandistiller.utils.templates import render
 
 MOST_GRIDS = 6
 """Sample grids in the report: the first, the last, and some between."""
@@ -65,7 +65,9 @@ def report(output: Path) -> Path:
     Raises:
         ConfigError: `output` is not the folder of a run or of stages, or matplotlib is not installed.
     """
-    require_matplotlib()
+    if find_spec("matplotlib") is None:
+        remedy = "Write: pip install 'wandistiller[report]'."
+        raise ConfigError(f"matplotlib, which draws the charts, is missing. {remedy}")
     file = output / "report" / "index.html"
     stages = [folder for folder in recorded_stages(output) if (folder / "metrics.jsonl").is_file()]
     runs = {run: _metrics(run) for run in stages or [output]}
@@ -83,18 +85,15 @@ def report(output: Path) -> Path:
 
 
 def _of_run(output: Path, lines: list[MetricsLine]) -> dict[str, Any]:
-    alarms: list[tuple[str, str]] = []
-    hints: list[tuple[str, str]] = []
-    for entry in read_lines(output / FILE):
-        (hints if entry["kind"] in HINTS else alarms).append((f"step {entry['step']}", entry["alarm"]))
+    entries = [(e["kind"] in HINTS, f"step {e['step']}", e["alarm"]) for e in read_lines(output / FILE)]
     return {
         "stage": output.name.partition("_"),
         "summary": _summary(output, lines),
-        "alarms": alarms,
+        "alarms": [alarm for is_hint, *alarm in entries if not is_hint],
         "samples": _samples(output),
         "evaluation": _evaluation(output, lines),
         "charts": [(c.title, _address(svg(c), "image/svg+xml")) for c in run_charts(output, lines).values()],
-        "hints": hints,
+        "hints": [alarm for is_hint, *alarm in entries if is_hint],
         "memory": _memory_by_phase(output),
     } | _of_start(output)
 
@@ -118,7 +117,12 @@ def run_charts(output: Path, lines: list[MetricsLine]) -> dict[str, Chart]:
         values = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
         parts = sorted({name for _, value in values if isinstance(value, dict) for name in value})
         if key == "memory_gib":
-            charts[key] = Chart("memory while training", "GiB of the rank with most", _memory_lines(values))
+            used = [(step, phases["train"]) for step, phases in values if "train" in phases]
+            curves = [
+                Line(name, [(step, max(kinds[kind])) for step, kinds in used if kind in kinds])
+                for kind, name in MEMORY.items()
+            ]
+            charts[key] = Chart("memory while training", "GiB of the rank with most", curves)
         elif parts:
             of = {name: [(step, value[name]) for step, value in values if name in value] for name in parts}
             curves = [Line(name, smooth(points, window)) for name, points in of.items()]
@@ -132,19 +136,13 @@ def run_charts(output: Path, lines: list[MetricsLine]) -> dict[str, Chart]:
         charts[key] = Chart(title, unit, [Line(side, points) for side, points in of.items()])
     unit = "squared, over the teacher's squared"
     charts["error_by_sigma"] = Chart("velocity error by sigma", unit, _errors(output, lines), True)
-    charts["importance"] = Chart("importance by block", "velocity error without it", _importance(output))
+    rounds = read_if_exists(output / "importance.json").get("relative_error_without", [])
+    curves = ([(int(block), error) for block, error in errors.items()] for errors in rounds)
+    lines_of_rounds = [Line(f"round {n}", curve) for n, curve in enumerate(curves, 1)]
+    charts["importance"] = Chart("importance by block", "velocity error without it", lines_of_rounds)
     for chart in charts.values():
         chart.lines[:] = [line for line in chart.lines if finite(line.points)]
     return {name: chart for name, chart in charts.items() if chart.lines}
-
-
-def _memory_lines(values: list[tuple[int, dict[str, dict[str, list[float]]]]]) -> list[Line]:
-    """Return a line for each kind of memory: the largest of all ranks while they train."""
-    used = [(step, phases["train"]) for step, phases in values if "train" in phases]
-    return [
-        Line(name, [(step, max(kinds[kind])) for step, kinds in used if kind in kinds])
-        for kind, name in MEMORY.items()
-    ]
 
 
 def _errors(output: Path, lines: list[MetricsLine]) -> list[Line]:
@@ -163,13 +161,6 @@ def _errors(output: Path, lines: list[MetricsLine]) -> list[Line]:
 def _stairs(bands: dict[str, float]) -> list[tuple[float, float]]:
     ends = [(float(end), value) for band, value in bands.items() for end in band.rsplit("-", 1)]
     return sorted(ends, key=lambda point: point[0])
-
-
-def _importance(output: Path) -> list[Line]:
-    """Return the teacher's velocity error without each of its blocks, in the rounds that chose the layers."""
-    rounds = read_if_exists(output / "importance.json").get("relative_error_without", [])
-    curves = ([(int(block), error) for block, error in errors.items()] for errors in rounds)
-    return [Line(f"round {n}", curve) for n, curve in enumerate(curves, 1)]
 
 
 def _metrics(output: Path) -> list[MetricsLine]:

@@ -76,7 +76,6 @@ def lora_problems(lora: Lora, frozen: list[str] | None, config: TransformerConfi
 
 
 def target_layers(lora: Lora, config: TransformerConfig) -> list[str]:
-    """List the linear layers of a network that get an adapter."""
     return [n for n in linear_layers(transformer.meta_transformer(config)) if any_names(lora.targets, n)]
 
 
@@ -91,13 +90,12 @@ def add_lora(model: nn.Module, lora: Lora, seed: int) -> None:
     layers = [name for name in linear_layers(model) if not name.startswith(PROJECTIONS)]
     targets = [name for name in layers if any_names(lora.targets, name)]
     ranks = {name: rank for name in targets if (rank := lora.rank_of(name)) != lora.rank}
-    alphas = {} if lora.alpha else ranks  # peft takes the keys for regular expressions
-    patterns = ({re.escape(name): value for name, value in some.items()} for some in (ranks, alphas))
-    how = dict(zip(("rank_pattern", "alpha_pattern"), patterns, strict=True))
+    patterns = {re.escape(name): rank for name, rank in ranks.items()}  # peft's are regular expressions
+    by_layer = {"rank_pattern": patterns, "alpha_pattern": {} if lora.alpha else patterns}
     alpha = lora.alpha or lora.rank
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model.add_adapter(LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=targets, **how))
+        model.add_adapter(LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=targets, **by_layer))
 
 
 @torch.no_grad()

@@ -3,8 +3,11 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+import torch
 from greenlet import getcurrent, greenlet
 from torch import nn
+
+from wandistiller.distributed.device import device
 
 T = TypeVar("T")
 
@@ -13,9 +16,8 @@ def block_by_block(blocks: Iterable[nn.Module], calls: Sequence[Callable[[], T]]
     """Return the results of `calls`, forward passes through `blocks`, none of which enters a block early.
 
     All of them finish a block before the first enters the next. Each computes what it computes alone, on the
-    same shapes, and may be several forward passes. Gradients must be off outside too, as the calls' own
-    contexts end in another order. Within a call, others join those that run already, through whose blocks
-    they go.
+    same shapes and in its own modes of gradients and autocast, and may be several forward passes. Within a
+    call, others join those that run already, through whose blocks they go.
     """
     if outer := getattr(getcurrent(), "sweep", None):
         return outer.join(calls)
@@ -51,7 +53,7 @@ class _Sweep:
         caller = getcurrent()
         own = [self._begin(call) for call in calls]  # to its first block, where the caller is
         while any(call in self._running for call in own):
-            caller.parent.switch()
+            _switched(caller.parent)
         return [self._results.pop(call) for call in own]
 
     def _begin(self, function: Callable[[], T]) -> greenlet:
@@ -63,7 +65,7 @@ class _Sweep:
 
     def _resume(self, call: greenlet) -> None:
         call.parent = getcurrent()  # to which it returns at its next block
-        result = call.switch()
+        result = _switched(call)
         if call.dead:
             self._results[call] = result
             self._running.remove(call)
@@ -71,7 +73,18 @@ class _Sweep:
 
     def _pause(self, *_: Any) -> None:
         if getattr(call := getcurrent(), "sweep", None) is self:
-            call.parent.switch()
+            _switched(call.parent)
+
+
+def _switched(call: greenlet) -> Any:
+    """Go on with another call; come back in the modes of this one, which torch has for a thread."""
+    kind, has_gradients = device().type, torch.is_grad_enabled()
+    is_autocast, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    result = call.switch()
+    torch.set_grad_enabled(has_gradients)
+    torch.set_autocast_enabled(kind, is_autocast)
+    torch.set_autocast_dtype(kind, dtype)
+    return result
 
 
 def in_turn(_: Iterable[nn.Module], calls: Sequence[Callable[[], T]]) -> list[T]:

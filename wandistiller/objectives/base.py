@@ -20,6 +20,38 @@ ALONG, TO_DATA = "along the teacher's path", "to data in one step"
 """Places to which a velocity leads."""
 
 
+class Aim(NamedTuple):
+    """What a term makes of the student."""
+
+    leads: str | None = None
+    """The place, in words, to which the loss leads the velocity; None: any may be added to it.
+
+    Losses that lead elsewhere would be averaged by the network, and none of them be met."""
+    steps: int | None = None
+    """Sampling steps; None: as many as its teacher."""
+    sampler: str = EULER
+    """Of those steps."""
+    ends_segments: bool = False
+    """The velocity leads to the end of a segment, or of an expert's part."""
+    expert: Expert | None = None
+    """The only expert of a two-expert student that is trained; None: all."""
+
+
+class RunFacts(NamedTuple):
+    """What terms may know of the rest of a run."""
+
+    layers: int
+    teacher_layers: int
+    has_two_experts: bool = False
+    is_measured: bool = False
+    """Building the student needs the whole teacher."""
+    has_buckets: bool = False
+    adapts_teacher: bool = False
+    """The student is the teacher with adapters."""
+    trains_part: bool = False
+    """Only a part of a student's own weights is trained, or adapters of them."""
+
+
 class Role(NamedTuple):
     """Settings of a network that an objective trains beside the student."""
 
@@ -38,7 +70,9 @@ class Role(NamedTuple):
     warmup: int = 0
     """Updates before the first step."""
     has_heads: bool = False
-    """Its blocks have heads, whose outputs are its prediction's features."""
+    """Its blocks have heads, which learn to tell the student's samples from cached latents."""
+    is_shared: bool = False
+    """The last of its updates is the student's too: one script, on the same samples, trains both."""
 
     def updates_before(self, step: int) -> int:
         """Return how many updates the network has had before a step, counted from 0."""
@@ -116,46 +150,15 @@ class Term:
         """True if the loss needs the teacher's prediction."""
         return True
 
-    def needs_latents(self, role: str) -> bool:
-        """Return whether an update of a role reads cached latents."""
-        return role == STUDENT and not self.samples
-
     @property
-    def sampling_steps(self) -> int | None:
-        """Number of steps that the student is to sample in; None: as many as its teacher."""
-        return None
-
-    @property
-    def few_step_sampler(self) -> str:
-        """Sampler of those steps."""
-        return EULER
-
-    @property
-    def leads(self) -> str | None:
-        """The place, in words, to which this loss leads the student's velocity; None: any may be added to it.
-
-        Losses that lead elsewhere would be averaged by the network, and none of them be met.
-        """
-        return None
-
-    @property
-    def ends_segments(self) -> bool:
-        """True if the student's velocity leads to the end of a segment, or of an expert's part."""
-        return False
-
-    @property
-    def trained_expert(self) -> Expert | None:
-        """The only expert of a two-expert student that is trained; None: all."""
-        return None
+    def aim(self) -> Aim:
+        """What the student becomes by the loss."""
+        return Aim()
 
     @property
     def roles(self) -> tuple[Role, ...]:
         """Networks that are trained beside the student; others have no term of the same role."""
         return ()
-
-    def with_warmup(self) -> Self:
-        """Return the term whose every step has the updates that come before the first one too."""
-        return self
 
     @property
     def matched_blocks(self) -> list[tuple[int, int]]:
@@ -166,12 +169,8 @@ class Term:
         """List the settings, read under the recipe key `where`, that do not go together."""
         return []
 
-    def combined_problems(self, job: Any) -> list[str]:
-        """List what the term needs and the rest of a `config.job.Job` does not have."""
-        return []
-
-    def block_problems(self, where: str, layers: int, teacher_layers: int) -> list[str]:
-        """List the settings, under the key `where`, with block numbers beyond the layers of a network."""
+    def combined_problems(self, where: str, run: RunFacts) -> list[str]:
+        """List the settings, read under the recipe key `where`, that do not go with the rest of the run."""
         return []
 
     def for_student(self, lineage: list[int]) -> Self:
@@ -205,7 +204,7 @@ class Term:
         """
         state = states[self.states]
         target = yield from self.target(state, schedule)
-        prediction = yield Learn(state)
+        prediction = yield Learn(state, role)
         return Loss(self.loss(prediction, target, state)[None])
 
     def target(self, batch: State, schedule: FlowSchedule) -> Generator[Ask, Prediction, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from wandistiller.batch import STUDENT, Batch, Prediction
 from wandistiller.flow import EULER, RENOISE, FlowSchedule
-from wandistiller.objectives.base import TO_DATA, Term, mean_square
+from wandistiller.objectives.base import TO_DATA, Aim, Term, mean_square
 from wandistiller.objectives.script import TEACHER, Ask
 from wandistiller.utils.errors import RECIPE, Problem
 from wandistiller.utils.validation import write
@@ -55,20 +55,9 @@ class Consistency(Term):
     another term has them."""
 
     @property
-    def sampling_steps(self) -> int | None:
-        return self.edges or self.steps
-
-    @property
-    def few_step_sampler(self) -> str:
-        return RENOISE if self.steps else EULER
-
-    @property
-    def leads(self) -> str:
-        return f"to the next of {self.edges} noise levels" if (self.edges or 1) > 1 else TO_DATA
-
-    @property
-    def ends_segments(self) -> bool:
-        return True
+    def aim(self) -> Aim:
+        leads = f"to the next of {self.edges} noise levels" if (self.edges or 1) > 1 else TO_DATA
+        return Aim(leads, self.edges or self.steps, RENOISE if self.steps else EULER, ends_segments=True)
 
     def problems(self, where: str) -> list[str]:
         if self.edges and self.intervals != "continuous" and self.edges > self.intervals:

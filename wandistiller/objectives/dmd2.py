@@ -2,25 +2,18 @@
 
 from collections.abc import Generator
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from annotated_types import Ge, Le
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, softplus
 
-from wandistiller.batch import STUDENT, Conditioning, Prediction, State, to_device
+from wandistiller.batch import STUDENT, Prediction, State, to_device
 from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.experts import Expert
 from wandistiller.flow import EULER, RENOISE, FewSteps, FlowSchedule, clean, path
-from wandistiller.objectives.base import (
-    SATURATION,
-    TO_DATA,
-    Limit,
-    Role,
-    Term,
-    mean_square,
-)
+from wandistiller.objectives.base import SATURATION, TO_DATA, Aim, Limit, Role, RunFacts, Term, mean_square
 from wandistiller.objectives.script import TEACHER, Ask, Learn, Loss, Script, Slope
 from wandistiller.utils.errors import RECIPE, Problem
 from wandistiller.utils.keyed_random import keyed_normal
@@ -36,6 +29,14 @@ RENOISED = (0.02, 0.98)
 """Noise levels at which a student's samples are compared; nearer to 0 and 1 scores say little."""
 LEAST = 1e-4
 """Least divisor of the gradient."""
+LAGS = (
+    "The critic does not keep up with the student's samples: over {most} of its difference from the teacher "
+    "was its own error in {window} steps. Give it more `critic_updates` or a higher `critic_lr`, or let it "
+    "follow: `critic_follows` 0.03."
+)
+GROWN = "The gradient that moves the samples has grown to {value:.2f} times its start."
+PARTED = "Critic and teacher have parted: the gap of their velocities is {value:.2f} times its start's."
+LOWER, START = "Lower the student's `lr`, from an earlier checkpoint.", "at the start of the run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,30 +63,21 @@ class Renoised(State):
     """The velocity dx_t/dt of the path to those samples, which the critic learns."""
 
 
-def drawn(
-    schedule: FlowSchedule,
-    shape: tuple[int, ...],
-    conditioning: Conditioning,
-    sample_index_B: list[int],
-    update: int,
-) -> Rollout:
-    """Draw the noise that the student samples from, its calls, and where its samples are compared.
-
-    Args:
-        shape: of a latent, CFHW.
-        sample_index_B: global sample indices.
-    """
+def drawn(source: MicroBatches, update: int, micro: int) -> Rollout:
+    """Draw the noise that the student samples from, its calls, and where its samples are compared."""
+    schedule, index_B = source.schedule, source.indices(update, micro)
+    conditioning = source.conditioning(update, micro)
     exits = schedule.exits()
     exit_ = exits[int(schedule.uniform("exit", update, 0) * len(exits))]
     end = schedule.handover if schedule.trained is Expert.HIGH_NOISE else 0.0
     renewed = exit_ if schedule.few.sampler == RENOISE else 0
     # the names are part of the random numbers' keys
     start_BCFHW, noise_BCFHW, *fresh = (
-        torch.stack([keyed_normal(shape, schedule.seed, kind, update, i) for i in sample_index_B])
+        torch.stack([keyed_normal(source.latent, schedule.seed, kind, update, i) for i in index_B])
         for kind in ("start", "judged noise", *(f"fresh {call}" for call in range(renewed)))
     )
     expert = schedule.draw_expert(update)
-    sigmas = [schedule.draw_sigma(expert, update, i) for i in sample_index_B]
+    sigmas = [schedule.draw_sigma(expert, update, i) for i in index_B]
     least, most = RENOISED
     sigma_B = torch.tensor(sigmas, dtype=torch.float32).clamp(end + least, most)
     sigma_B = to_device(sigma_B, device := conditioning.text_BLD.device)
@@ -102,21 +94,6 @@ def drawn(
         fresh=tuple(fresh),
         end=end,
     )
-
-
-def simulated(batch: Rollout, few: FewSteps) -> Generator[Ask, Prediction, Rollout]:
-    """Sample from the batch's noise to the state before its drawn call, with the sampler of use.
-
-    Source: backward simulation, Yin et al. 2024, arXiv:2405.14867, section 4.5.
-    """
-    state = batch
-    for call in range(batch.exit):
-        student = yield Ask(STUDENT, state)
-        fresh_BCFHW = batch.fresh[call] if batch.fresh else None
-        x_BCFHW = few.following(call, state.x_t_BCFHW, student.v_BCFHW, fresh_BCFHW)
-        sigma_B = torch.full_like(batch.sigma_B, few.sigmas[call + 1])
-        state = replace(state, x_t_BCFHW=x_BCFHW, sigma_B=sigma_B, expert=few.expert(call + 1))
-    return state
 
 
 def renoised(batch: Rollout, v_BCFHW: Tensor) -> Renoised:
@@ -197,7 +174,8 @@ class Dmd2(Term):
     x0 is noised again to x_t, where the guided teacher and the critic, which learns the velocity of the
     student's own samples, say how to move it: L = 1/2 mean (x0 - sg(x0 - g))^2, g of `_student`.
     A step of the run is `critic_updates` updates of the critic, each on samples of its own, and then one of
-    the student. There is no data: prompts are enough.
+    the student; if `shared`, the critic's last and the student's are one, on the same samples. There is no
+    data: prompts are enough.
 
     Of a student of two experts one is trained in a run. The high-noise one's samples lead to the hand-over
     and are compared above it; the other's begin with the finished high-noise expert.
@@ -207,38 +185,12 @@ class Dmd2(Term):
 
     states: ClassVar[str] = ROLLOUT
     limits: ClassVar[tuple[Limit, ...]] = (
-        Limit(
-            "critic lags",
-            "critic_lag",
-            0.5,
-            "The critic does not keep up with the student's samples: over {most} of its difference from the "
-            "teacher was its own error in {window} steps. Give it more `critic_updates` or a higher "
-            "`critic_lr`, or let it follow: `critic_follows` 0.03.",
-            grows=False,
-        ),
-        Limit(
-            "critic diverges",
-            "gradient",
-            1.2,
-            "The gradient that moves the samples has grown to {value:.2f} times its start. Lower the "
-            "student's `lr`, from an earlier checkpoint.",
-        ),
-        Limit(
-            "velocities part",
-            "gap",
-            1.5,
-            "Critic and teacher have parted: the gap of their velocities is {value:.2f} times its start's. "
-            "Lower the student's `lr`, from an earlier checkpoint.",
-            beyond=0.4,  # from the teacher without guidance it begins at 0
-        ),
+        Limit("critic lags", "critic_lag", 0.5, LAGS, grows=False),
+        Limit("critic diverges", "gradient", 1.2, f"{GROWN} {LOWER}"),
+        # from the teacher without guidance the gap begins at 0
+        Limit("velocities part", "gap", 1.5, f"{PARTED} {LOWER}", beyond=0.4),
         # samples of earlier exits are blurred
-        Limit(
-            "saturation",
-            "deviation",
-            1.15,
-            SATURATION.replace("{of}", "at the start of the run"),
-            within="exit",
-        ),
+        Limit("saturation", "deviation", 1.15, SATURATION.replace("{of}", START), within="exit"),
     )
 
     steps: Annotated[int, Ge(1), Le(1000)] = 4
@@ -260,105 +212,92 @@ class Dmd2(Term):
     """The critic's learning rate; None: the student's."""
     critic_follows: Share = 0.0
     """Share of the way that the critic's weights go to the student's after each of the student's updates."""
+    shared: bool = False
+    """The critic's last update is made with the student's, by the pass that judges the student's samples."""
     gan: NotNegative = 0.0
     """Weight, such as 0.03, of heads on the critic that tell samples from cached latents; 0: no heads."""
 
     @property
-    def sampling_steps(self) -> int | None:
-        return self.steps
-
-    @property
-    def few_step_sampler(self) -> str:
-        return self.sampler
-
-    @property
-    def leads(self) -> str:
-        return TO_DATA if self.sampler == RENOISE or self.steps == 1 else "to samples, by Euler's method"
+    def aim(self) -> Aim:
+        is_direct = self.sampler == RENOISE or self.steps == 1
+        leads = TO_DATA if is_direct else "to samples, by Euler's method"
+        return Aim(leads, self.steps, self.sampler, expert=Expert.of_key(self.expert))
 
     @property
     def roles(self) -> tuple[Role, ...]:
         losses = {CRITIC: 1.0} | ({HEADS: HEADS_WEIGHT} if self.gan else {})
         settings = self.critic_start, self.critic_lr, self.critic_follows, self.critic_warmup
-        return (Role(CRITIC, self.critic_updates, losses, *settings, has_heads=self.gan > 0),)
-
-    def with_warmup(self) -> "Dmd2":
-        return replace(self, critic_updates=self.critic_updates + self.critic_warmup, critic_warmup=0)
-
-    def needs_latents(self, role: str) -> bool:
-        return role != STUDENT and self.gan > 0
-
-    @property
-    def trained_expert(self) -> Expert | None:
-        return Expert.of_key(self.expert)
+        return (Role(CRITIC, self.critic_updates, losses, *settings, self.gan > 0, self.shared),)
 
     def problems(self, where: str) -> list[str]:
-        problems = []
+        wrong = [f"{where}.{key}" for key in ("expert", "critic_follows") if self.gan and getattr(self, key)]
+        texts = [f"`{where}.gan` does not go with `{key}`. Keep one of them." for key in wrong]
         if self.expert and self.sampler != EULER:
-            remedy = 'Two experts sample along the path: write "sampler" "euler", or leave it out.'
-            given = f'`{where}.sampler` is "{self.sampler}" and `{where}.expert` given'
-            problems.append(Problem(f"{given}. {remedy}", RECIPE, where))
-        for key in ("expert", "critic_follows"):
-            if self.gan and getattr(self, key):
-                text = f"`{where}.gan` does not go with `{where}.{key}`. Keep one of them."
-                problems.append(Problem(text, RECIPE, where))
-        return problems
+            both = f'`{where}.sampler` is "{self.sampler}" and `{where}.expert` given'
+            texts.append(f'{both}. Two experts sample along the path: write "sampler" "euler", or none.')
+        return [Problem(text, RECIPE, where) for text in texts]
 
-    def combined_problems(self, job: Any) -> list[str]:
-        problems, networks, one = [], job.student.experts, self.trained_expert
-        if networks == "two" and not one:
-            remedy = 'give dmd2 the key `expert`: "high_noise" in one stage and "low_noise" in the next.'
-            text = '`experts` is "two", and dmd2 trains one network in a run'
-            problems.append(f'{text}. Write "one", or {remedy}')
-        if one and networks == "two" and job.needs_measuring:
+    def combined_problems(self, where: str, run: RunFacts) -> list[str]:
+        texts, of_two, from_teacher = [], run.has_two_experts, self.critic_start == "teacher"
+        if of_two and not self.expert:
+            text = '`experts` is "two", and dmd2 trains one network in a run. Write "one", or give dmd2'
+            texts.append(f'{text} the key `expert`: "high_noise" in one stage and "low_noise" in the next.')
+        if of_two and self.expert and run.is_measured:
             text = "dmd2 has `expert`, which loads one of the teacher's, but this student is made by both"
-            problems.append(f"{text}. Train it in a stage before, or name its folder as `init`.")
-        if networks == "one" and one:
-            problems.append("dmd2 has `expert`, but the student is one network. Leave `expert` out.")
-        if job.run.buckets:
+            texts.append(f"{text}. Train it in a stage before, or name its folder as `init`.")
+        if self.expert and not of_two:
+            texts.append("dmd2 has `expert`, but the student is one network. Leave `expert` out.")
+        if run.has_buckets:
             text = "`buckets` makes samples of several sizes, and dmd2 draws its own at one size"
-            problems.append(f"{text}. Leave `buckets` out.")
-        if self.critic_follows and self.critic_start == "teacher" and not job.networks.bases:
-            problems.append(
-                f"`critic_follows` is {self.critic_follows}: it mixes weights of critic and student, which "
-                "needs a critic of the student's shape and start, or adapters of the teacher. Write "
-                '`critic_start` "student", or leave one of them out.'
-            )
-        trains_a_part = job.run.frozen or job.run.lora and not job.networks.bases
-        if self.critic_start == "teacher" and trains_a_part:
+            texts.append(f"{text}. Leave `buckets` out.")
+        if self.critic_follows and from_teacher and not run.adapts_teacher:
+            text = f"`critic_follows` is {self.critic_follows}: it mixes weights of critic and student, which"
+            text += " needs a critic of the student's shape and start, or adapters of the teacher"
+            texts.append(f'{text}. Write `critic_start` "student", or leave one of them out.')
+        if from_teacher and run.trains_part:
             parts = "`frozen`, or `lora` on a student that is not the teacher, trains a part of the student"
             whole = '`critic_start` is "teacher", whose critic is trained as a whole'
-            problems.append(f'{whole}, but {parts}. Write `critic_start` "student".')
-        return problems
+            texts.append(f'{whole}, but {parts}. Write `critic_start` "student".')
+        return texts
 
     def draw(self, role: str, source: MicroBatches, update: int, micro: int) -> dict[str, State]:
-        index_B = source.indices(update, micro)
-        batch = drawn(source.schedule, source.latent, source.conditioning(update, micro), index_B, update)
-        if role == STUDENT or not self.gan:
+        batch = drawn(source, update, micro)
+        if not self.gan or role == STUDENT and not self.shared:
             return {ROLLOUT: batch}
         return {ROLLOUT: batch, REAL: source.noised_as(batch.renoise, update, micro)}
 
     def roll_out(
         self, role: str, states: dict[str, State], schedule: FlowSchedule
     ) -> Generator[Ask, Prediction, dict[str, State]]:
-        state = yield from simulated(states[ROLLOUT], schedule.few)
+        state = yield from self.simulated(states[ROLLOUT], schedule.few)
         if role == CRITIC:
             student = yield Ask(STUDENT, state)
             state = renoised(state, student.v_BCFHW)
         return states | {ROLLOUT: state}
 
+    def simulated(self, batch: Rollout, few: FewSteps) -> Generator[Ask, Prediction, Rollout]:
+        """Sample from the batch's noise to the state before its drawn call, with the sampler of use.
+
+        Source: backward simulation, Yin et al. 2024, arXiv:2405.14867, section 4.5.
+        """
+        state = batch
+        for call in range(batch.exit):
+            student = yield Ask(STUDENT, state)
+            fresh_BCFHW = batch.fresh[call] if batch.fresh else None
+            x_BCFHW = few.following(call, state.x_t_BCFHW, student.v_BCFHW, fresh_BCFHW)
+            sigma_B = torch.full_like(batch.sigma_B, few.sigmas[call + 1])
+            state = replace(state, x_t_BCFHW=x_BCFHW, sigma_B=sigma_B, expert=few.expert(call + 1))
+        return state
+
     def script(self, role: str, states: dict[str, State], schedule: FlowSchedule) -> Script:
-        return self._student(states[ROLLOUT]) if role == STUDENT else self._critic(**states)
+        of_role = self._student if role == STUDENT else self._critic
+        return of_role(states[ROLLOUT], states.get(REAL))
 
-    def _critic(self, generated: Renoised, real: State | None = None) -> Script:
+    def _critic(self, sample: Renoised, real: State | None) -> Script:
         """Let the critic learn the velocity of the student's samples and, with heads, to tell them."""
-        if not self.gan:
-            critic = yield Learn(generated)
-            return Loss(mean_square(critic.v_BCFHW - generated.target_BCFHW)[None])
-        fake, true = yield [Learn(generated), Learn(real)]
-        loss_B = mean_square(fake.v_BCFHW - generated.target_BCFHW)
-        return Loss(torch.stack([loss_B, heads_loss(fake, true)]))
+        return self._of_critic(sample, *(yield _learned_by_critic(sample, real)))
 
-    def _student(self, state: Rollout) -> Script:
+    def _student(self, state: Rollout, real: State | None) -> Script:
         """Move the student's samples by the gradient in x0_BCFHW, g = t (v_teacher - v_critic), normalised.
 
         t (v_teacher - v_critic) = x0_critic - x0_teacher, which is divided by each sample's mean distance
@@ -366,14 +305,26 @@ class Dmd2(Term):
         """
         student = yield Learn(state)
         sample = renoised(state, student.v_BCFHW.detach())
-        teacher, critic = yield [Ask(TEACHER, sample), Ask(CRITIC, sample)]
-        gradient_BCFHW, numbers = towards_teacher(sample, teacher.v_BCFHW, critic.v_BCFHW)
         if self.gan:
-            elements = sample.x0_BCFHW[0].numel()  # inside: a mean's gradient is too small for float16
-            slope_BCFHW = yield Slope(CRITIC, sample, lambda p: elements * softplus(-realism(p)).sum())
+            numel = sample.x0_BCFHW[0].numel()  # inside: a mean's gradient is too small for float16
+            slope_BCFHW = yield Slope(CRITIC, sample, lambda p: numel * softplus(-realism(p)).sum())
+        judged = _learned_by_critic(sample, real) if self.shared else [Ask(CRITIC, sample)]
+        teacher, critic, *true = yield [Ask(TEACHER, sample), *judged]
+        gradient_BCFHW, numbers = towards_teacher(sample, teacher.v_BCFHW, critic.v_BCFHW.detach())
+        if self.gan:
             adversarial_BCFHW = self.gan * ((1 - sample.sigma_B.view(-1, 1, 1, 1, 1)) * slope_BCFHW)
             numbers["adversarial"] = _mean_of(adversarial_BCFHW.abs())
             gradient_BCFHW = gradient_BCFHW + adversarial_BCFHW
         x0_BCFHW = clean(state.x_t_BCFHW, student.v_BCFHW, state.sigma_B)
         loss_B = mean_square(x0_BCFHW - (sample.x0_BCFHW - gradient_BCFHW)) / 2
-        return Loss(loss_B[None], numbers | {"exit": torch.full_like(state.sigma_B, state.exit)})
+        loss = Loss(loss_B[None], numbers | {"exit": torch.full_like(state.sigma_B, state.exit)})
+        return {STUDENT: loss} | ({CRITIC: self._of_critic(sample, critic, *true)} if self.shared else {})
+
+    def _of_critic(self, sample: Renoised, fake: Prediction, real: Prediction | None = None) -> Loss:
+        loss_B = mean_square(fake.v_BCFHW - sample.target_BCFHW)
+        return Loss(torch.stack([loss_B, heads_loss(fake, real)] if self.gan else [loss_B]))
+
+
+def _learned_by_critic(sample: Renoised, real: State | None) -> list[Learn]:
+    """Return where the critic learns: at samples and, with heads, at cached latents."""
+    return [Learn(state, CRITIC) for state in (sample, real) if state is not None]

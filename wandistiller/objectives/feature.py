@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from wandistiller.batch import Batch, Prediction
-from wandistiller.objectives.base import Term, mean_square
+from wandistiller.objectives.base import RunFacts, Term, mean_square
 from wandistiller.utils.errors import problem
 
 Blocks = Annotated[list[int], Field(min_length=1)]
@@ -38,10 +38,12 @@ class FeatureMatching(Term):
         remedy = "Write as many as there are `blocks`."
         return [problem("recipe", f"{where}.teacher_blocks", self.teacher_blocks, remedy)]
 
-    def block_problems(self, where: str, layers: int, teacher_layers: int) -> list[str]:
-        networks = (("blocks", self.blocks, layers), ("teacher_blocks", self.teacher_blocks, teacher_layers))
-        problems = []
-        for key, given, n in networks:
+    def combined_problems(self, where: str, run: RunFacts) -> list[str]:
+        of_teacher, problems = self.teacher_blocks, []
+        for key, given, n in (
+            ("blocks", self.blocks, run.layers),
+            ("teacher_blocks", of_teacher, run.teacher_layers),
+        ):
             if outside := [k for k in given or () if not 0 <= k < n]:
                 remedy = f"Write block numbers from 0 to {n - 1}."
                 problems.append(problem("recipe", f"{where}.{key}", outside, remedy))

@@ -2,16 +2,16 @@
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from wandistiller.batch import NOISED, STUDENT, Prediction, State
+from wandistiller.batch import STUDENT, Prediction, State
 from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.experts import Expert
 from wandistiller.flow import FlowSchedule
-from wandistiller.objectives.base import Limit, Role, Term
-from wandistiller.objectives.script import Ask, Loss, Script, joined
+from wandistiller.objectives.base import Role, RunFacts, Term
+from wandistiller.objectives.script import Ask, Loss, Losses, Question, joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,40 +27,35 @@ class Objective:
     @property
     def kinds(self) -> list[str]:
         """Kinds of states that the terms need, each once; noised ones first, samples last."""
-        return list(dict.fromkeys(term.states for term in sorted(self.terms, key=self._order)))
+        return list(dict.fromkeys(term.states for term in sorted(self.terms, key=_noised_first)))
 
     @property
     def needs_teacher(self) -> bool:
         return any(term.needs_teacher for term in self.terms)
 
     @property
-    def predicts_at_noised(self) -> bool:
-        """True if a term needs the teacher's prediction at noised states; one call is for all such terms."""
-        return any(term.needs_teacher and term.states == NOISED for term in self.terms)
-
-    @property
     def sampling_steps(self) -> int | None:
         """Number of steps that the student is trained to sample in; None: as many as its teacher."""
-        return next((n for term in self.terms if (n := term.sampling_steps)), None)
+        return next((n for term in self.terms if (n := term.aim.steps)), None)
 
     @property
     def few_step_sampler(self) -> str | None:
-        return next((term.few_step_sampler for term in self.terms if term.sampling_steps), None)
+        return next((term.aim.sampler for term in self.terms if term.aim.steps), None)
 
     @property
     def trained_expert(self) -> Expert | None:
-        return next((expert for term in self.terms if (expert := term.trained_expert)), None)
+        return next((expert for term in self.terms if (expert := term.aim.expert)), None)
 
     @property
     def student_blocks(self) -> list[int]:
         """Student blocks whose hidden states are compared, each once; final after `for_student`."""
         return list(dict.fromkeys(k for term in self.terms for k, _ in term.matched_blocks))
 
-    def block_problems(self, layers: int, teacher_layers: int) -> list[str]:
-        """List the settings with block numbers that exceed the student's or the teacher's layers."""
+    def combined_problems(self, run: RunFacts) -> list[str]:
+        """List the settings that do not go with the rest of a run."""
         keys = [f"objective[{i}]" for i in range(len(self.terms))] if len(self.terms) > 1 else ["objective"]
         named = zip(keys, self.terms, strict=True)
-        return [p for key, term in named for p in term.block_problems(key, layers, teacher_layers)]
+        return [problem for key, term in named for problem in term.combined_problems(key, run)]
 
     def for_student(self, lineage: list[int]) -> "Objective":
         """Return the objective of a student whose blocks stand for these blocks of the teacher."""
@@ -68,10 +63,11 @@ class Objective:
 
     def draw(self, role: str, source: MicroBatches, update: int, micro: int) -> dict[str, State]:
         """Return this rank's samples of a micro-step of a role's update, by kind of states."""
-        if role != STUDENT:
-            return self._owner(role).draw(role, source, update, micro)
-        first = {kind: next(t for t in self.terms if t.states == kind) for kind in self.kinds}
-        return {kind: term.draw(role, source, update, micro)[kind] for kind, term in first.items()}
+        states: dict[str, State] = {}
+        for term in sorted(self._terms(role), key=_noised_first):
+            if term.states not in states:
+                states |= term.draw(role, source, update, micro)
+        return states
 
     def rolls_out(self, role: str) -> bool:
         """Return whether the student samples for a role's update."""
@@ -85,20 +81,22 @@ class Objective:
             states = yield from term.roll_out(role, states, schedule)
         return states
 
-    def script(self, role: str, states: dict[str, State], schedule: FlowSchedule) -> Script:
-        """Play a micro-step of a role's update, for all terms of the role.
+    def script(
+        self, role: str, states: dict[str, State], schedule: FlowSchedule
+    ) -> Generator[list[Question], list[Any], Losses]:
+        """Play a micro-step of a role's update, for all terms of the role; return a loss for all that learn.
 
         Args:
             states: from `roll_out`, by kind.
         """
-        terms = sorted(self._terms(role), key=self._order)
-        scripts = [term.script(role, states, schedule) for term in terms]
-        if len(scripts) == 1:
-            return (yield from scripts[0])
-        losses = yield from joined(scripts)
-        of_terms = [losses[terms.index(term)] for term in self.terms]
-        numbers = {name: number_B for loss in of_terms for name, number_B in loss.numbers.items()}
-        return Loss(torch.cat([loss.rows_TB for loss in of_terms]), numbers)
+        terms = sorted(self._terms(role), key=_noised_first)
+        results = yield from joined([term.script(role, states, schedule) for term in terms])
+        by_name, losses = {term.name: one for term, one in zip(terms, results, strict=True)}, {}
+        for term in self._terms(role):
+            result = by_name[term.name]
+            for name, loss in (result if isinstance(result, dict) else {role: result}).items():
+                losses.setdefault(name, []).append(loss)
+        return {name: Loss.of_terms(of_role) for name, of_role in losses.items()}
 
     def weights(self, role: str) -> dict[str, float]:
         if role == STUDENT:
@@ -121,34 +119,22 @@ class Objective:
         """Networks that are trained beside the student, by role."""
         return {role.name: role for term in self.terms for role in term.roles}
 
-    @property
-    def limits(self) -> list[Limit]:
-        """When numbers of the terms mean that training fails."""
-        return [limit for term in self.terms for limit in term.limits]
-
-    @staticmethod
-    def _order(term: Term) -> tuple[bool, str]:
-        return term.samples, term.states
-
     def _terms(self, role: str) -> list[Term]:
-        return list(self.terms) if role == STUDENT else [self._owner(role)]
-
-    def _owner(self, role: str) -> Term:
-        return next(term for term in self.terms if role in {r.name for r in term.roles})
+        """Return the terms that have a part in a role's updates."""
+        return [t for t in self.terms if role == STUDENT or any(role == other.name for other in t.roles)]
 
     @property
     def updates(self) -> tuple[str, ...]:
-        """Role of the network that each update of a step is for; the student's is the last."""
-        return tuple(name for name, role in self.others.items() for _ in range(role.updates)) + (STUDENT,)
+        """Role of the network that each update of a step is for; the student's is the last.
+
+        Those of other roles that are made with it are not counted again."""
+        before = {name: role.updates - role.is_shared for name, role in self.others.items()}
+        return tuple(name for name, number in before.items() for _ in range(number)) + (STUDENT,)
 
     @property
     def warmup(self) -> tuple[str, ...]:
         """Role of the network that each update before the first step is for."""
         return tuple(name for name, role in self.others.items() for _ in range(role.warmup))
-
-    def with_warmup(self) -> "Objective":
-        """Return the objective whose every step has the updates that come before the first one too."""
-        return Objective(tuple(term.with_warmup() for term in self.terms))
 
     def first_update(self, step: int) -> int:
         """Return the number of a step's first update, both counted from 0 over the run."""
@@ -161,4 +147,11 @@ class Objective:
 
     def needs_latents(self, role: str) -> bool:
         """Return whether an update of a role reads cached latents."""
-        return any(term.needs_latents(role) for term in self._terms(role))
+        return (
+            any(not term.samples for term in self.terms) if role == STUDENT else self.others[role].has_heads
+        )
+
+
+def _noised_first(term: Term) -> tuple[bool, str]:
+    """Return by what terms are put in order: those at noised states first, those at samples last."""
+    return term.samples, term.states

@@ -33,11 +33,11 @@ def read_objective(given: str | dict[str, Any] | list[str | dict[str, Any]]) -> 
         problems += wrong or terms[-1].problems(where)
     names = [term.name for term in terms]
     texts = [f"names {name} twice. Keep one." for name in OBJECTIVES if names.count(name) > 1]
-    steps = {term.name: n for term in terms if (n := term.sampling_steps)}
-    if len(terms) > 1 and (one := next((term for term in terms if term.trained_expert), None)):
+    steps = {term.name: n for term in terms if (n := term.aim.steps)}
+    if len(terms) > 1 and (one := next((term for term in terms if term.aim.expert), None)):
         remedy = "Write it alone, or without `expert`."
         texts.append(f"sums {one.name} of one `expert` with other terms. {remedy}")
-    leads = {term.name: words for term in terms if (words := term.leads)}
+    leads = {term.name: words for term in terms if (words := term.aim.leads)}
     if len(set(leads.values())) > 1:
         listed = ", and ".join(f"{name}, which leads {words}" for name, words in leads.items())
         remedy = (

@@ -1,17 +1,19 @@
 """The words in which an objective's update is written: questions to networks, and the pass that learns.
 
-A script is a generator for one micro-step of one network's update. It yields a question, or a list of
-questions of one kind that do not depend on each other, and is sent the output, or the list of outputs. It
-returns the loss. It draws nothing and keeps nothing, so that it can be played again with the same outputs.
+A script is a generator for one micro-step of an update. It yields a question, or a list of questions that do
+not depend on each other, and is sent the output, or the list of outputs. It returns the loss of the network
+that the update is for, or the losses of all that learn in it. It draws nothing and keeps nothing, so that it
+can be played again with the same outputs.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
-from wandistiller.batch import Prediction, State
+from wandistiller.batch import STUDENT, Prediction, State
 
 T = TypeVar("T")
 TEACHER = "teacher"
@@ -39,9 +41,10 @@ class Slope:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Learn:
-    """The prediction, with gradient, of the network that the update is for; a script asks for it once."""
+    """A network's prediction with gradient; a script asks for all that it needs of a network at once."""
 
     state: State
+    role: str = STUDENT
 
 
 Question = Ask | Slope | Learn
@@ -49,15 +52,23 @@ Question = Ask | Slope | Learn
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loss:
-    """Result of a script."""
+    """What a network learns from."""
 
     rows_TB: Tensor
     """Unweighted losses, float32."""
     numbers: dict[str, Tensor] = field(default_factory=dict)
     """Numbers_B for metrics."""
 
+    @classmethod
+    def of_terms(cls, losses: Sequence["Loss"]) -> "Loss":
+        """Join the losses of a network's terms."""
+        numbers = {name: number_B for loss in losses for name, number_B in loss.numbers.items()}
+        return cls(torch.cat([loss.rows_TB for loss in losses]), numbers)
 
-Script = Generator[Question | list[Question], Any, Loss]
+
+Losses = dict[str, Loss]
+"""By the role of the network that learns."""
+Script = Generator[Question | list[Question], Any, Loss | Losses]
 
 
 class Play:
@@ -69,7 +80,8 @@ class Play:
         self.questions: list[Question] = []
         """Those that are answered next; none at the end."""
         self._is_list = False
-        self.loss: Loss | None = None
+        self.result: Any = None
+        """What the script returned."""
         self._go_on(None)
         for of_round in outputs:
             self.answer(of_round)
@@ -85,19 +97,19 @@ class Play:
 
     @property
     def asks(self) -> bool:
-        """True if predictions without gradient are next."""
-        return any(isinstance(question, Ask) for question in self.questions)
+        """True if questions are next, and no pass that learns."""
+        return bool(self.questions) and not self.learns
 
     @property
     def learns(self) -> bool:
-        """True if the pass that learns is next."""
+        """True if a pass that learns is next."""
         return any(isinstance(question, Learn) for question in self.questions)
 
     def _go_on(self, output: Any) -> None:
         try:
             asked = self._script.send(output)
         except StopIteration as end:
-            self.questions, self.loss = [], end.value
+            self.questions, self.result = [], end.value
             return
         self._is_list = isinstance(asked, list)
         self.questions = asked if self._is_list else [asked]
@@ -113,8 +125,8 @@ def played(script: Generator[Ask, Prediction, T], answer: Callable[[Ask], Predic
         return end.value
 
 
-def joined(scripts: Sequence[Script]) -> Generator[list[Question], list[Any], list[Loss]]:
-    """Play scripts of one micro-step side by side, with one pass that learns for all of them.
+def joined(scripts: Sequence[Script]) -> Generator[list[Question], list[Any], list[Loss | Losses]]:
+    """Play scripts of one micro-step side by side; a pass that learns is one for all of them.
 
     A state that several ask about is asked about once.
     """
@@ -125,7 +137,7 @@ def joined(scripts: Sequence[Script]) -> Generator[list[Question], list[Any], li
         outputs, place = (yield questions), iter(places)
         for play in of_round:
             play.answer([outputs[next(place)] for _ in play.questions])
-    return [play.loss for play in plays]
+    return [play.result for play in plays]
 
 
 def _once(questions: list[Question]) -> tuple[list[Question], list[int]]:
@@ -134,15 +146,19 @@ def _once(questions: list[Question]) -> tuple[list[Question], list[int]]:
     places = []
     for question in questions:
         for place, known in enumerate(different):
-            if type(known) is type(question) is not Slope and known.state is question.state:
-                if isinstance(question, Learn):
-                    break
-                if known.role == question.role:
+            if _is_same(known, question):
+                if isinstance(question, Ask):
                     blocks = tuple(sorted({*known.blocks, *question.blocks}))
                     different[place] = replace(known, blocks=blocks)
-                    break
+                break
         else:
             place = len(different)
             different.append(question)
         places.append(place)
     return different, places
+
+
+def _is_same(one: Question, other: Question) -> bool:
+    """Return whether one output answers both questions, but for the blocks of which states are needed."""
+    is_one_kind = type(one) is type(other) is not Slope
+    return is_one_kind and one.role == other.role and one.state is other.state

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from wandistiller.batch import PATH, Batch, Prediction, State
 from wandistiller.data.micro_batches import MicroBatches
-from wandistiller.objectives.base import ALONG, Term, mean_square
+from wandistiller.objectives.base import ALONG, Aim, Term, mean_square
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,8 +21,8 @@ class TrajectoryRegression(Term):
     states: ClassVar[str] = PATH
 
     @property
-    def leads(self) -> str:
-        return ALONG
+    def aim(self) -> Aim:
+        return Aim(ALONG)
 
     @property
     def needs_teacher(self) -> bool:

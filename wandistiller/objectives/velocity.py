@@ -6,7 +6,7 @@ from typing import Literal
 from torch import Tensor
 
 from wandistiller.batch import Batch, Prediction
-from wandistiller.objectives.base import ALONG, SIGMA_WEIGHTS, Term, mean_square
+from wandistiller.objectives.base import ALONG, SIGMA_WEIGHTS, Aim, Term, mean_square
 from wandistiller.utils.validation import Share
 
 
@@ -25,8 +25,8 @@ class VelocityMatching(Term):
     """w: a name in SIGMA_WEIGHTS."""
 
     @property
-    def leads(self) -> str:
-        return ALONG
+    def aim(self) -> Aim:
+        return Aim(ALONG)
 
     @property
     def needs_teacher(self) -> bool:

@@ -1,6 +1,7 @@
 """Free memory and disk of a machine, and what a run needs of each."""
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -75,15 +76,6 @@ def machine_now() -> Machine:
     return Machine(*own, device_total=total, device_name=device_name())
 
 
-def _gpu_memory() -> str:
-    try:
-        held, (free, total) = held_memory(), memory_size()
-    except RuntimeError:  # CUDA itself does not start
-        return "other processes hold all its memory"
-    numbers = {"allocated": held.allocated, "reserved": held.reserved, "in all": total, "free": free}
-    return ", ".join(f"{n / GIB:.2f} GiB {word}" for word, n in numbers.items())
-
-
 def memory_line(rank: int, root: Path = Path("/")) -> str:
     """The memory of this process and of its machine, in one line.
 
@@ -92,7 +84,12 @@ def memory_line(rank: int, root: Path = Path("/")) -> str:
     """
     gpu = "no accelerator"
     if on_accelerator():
-        gpu = f"GPU {local_rank()}: {_gpu_memory()}"
+        gpu = f"GPU {local_rank()}: other processes hold all its memory"
+        with suppress(RuntimeError):  # CUDA itself does not start
+            held, (free, total) = held_memory(), memory_size()
+            numbers = {"allocated": held.allocated, "reserved": held.reserved, "in all": total, "free": free}
+            listed = ", ".join(f"{n / GIB:.2f} GiB {word}" for word, n in numbers.items())
+            gpu = f"GPU {local_rank()}: {listed}"
     own, system = read_sizes(root / "proc/self/status"), read_sizes(root / "proc/meminfo")
     limits = [f"{n / GIB:.2f} GiB ({where})" for n, where in memory_limits(root) if n < system["MemTotal"]]
     parts = [

@@ -2,6 +2,7 @@
 
 import statistics
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
 from math import ceil
@@ -34,8 +35,8 @@ class ScriptPasses(NamedTuple):
     """Predictions after it, by role."""
     slopes: Counter[str]
     """Gradients in a network's input, by role."""
-    states: int
-    """States in the pass that learns."""
+    learned: list[Counter[str]]
+    """States in passes that learn, by role, of each round of them."""
 
 
 class Passes(NamedTuple):
@@ -45,31 +46,41 @@ class Passes(NamedTuple):
     backward: float
 
 
-def passes_asked(job: Job) -> dict[str, Passes]:
-    """Return the passes in a step by network: the teacher, the student, and those trained beside it."""
+def passes_asked(job: Job, updates: Sequence[str] = ()) -> dict[str, Passes]:
+    """Return the passes of updates by network: the teacher, the student, and those trained beside it.
+
+    Args:
+        updates: each by its role; by default those of a step.
+    """
     forward, backward = Counter(), Counter()
-    for role, updates in Counter(job.objective.updates).items():
+    for role, updates_of_role in Counter(updates or job.objective.updates).items():
         scripts = played_scripts(job, role)
         for one in scripts:
-            share = updates / len(scripts)
-            forward[STUDENT] += share * (one.rolled_out + one.states * previews(job, role, one))
+            share = updates_of_role / len(scripts)
+            forward[STUDENT] += share * one.rolled_out
+            for name, number in one.learned[0].items():
+                forward[name] += share * number * previews(job, role, one)
             for name, number in [*one.before.items(), *one.after.items()]:
                 forward[name] += share * number * (branches(job) if name == TEACHER else 1)
             for name, number in one.slopes.items():  # forward, and backward to the input alone
                 forward[name] += share * 2 * number
-            forward[role] += share * one.states
-            backward[role] += share * one.states
+            for name, number in sum(one.learned, Counter()).items():
+                forward[name] += share * number
+                backward[name] += share * number
     return {role: Passes(forward[role], backward[role]) for role in (TEACHER, STUDENT, *job.networks.others)}
 
 
-def base_sweeps(job: Job) -> dict[str, float]:
+def base_sweeps(job: Job, of_step: Sequence[str] = ()) -> dict[str, float]:
     """Return how often weights that all roles share come to the device in a step, by purpose: means.
 
     Empty if they stay there, or if each role has its own.
+
+    Args:
+        of_step: the role of each of its updates, by default the objective's.
     """
     if not (job.networks.share_base and job.teacher.sweeps):
         return {}
-    steps, updates = job.batch.accumulation, Counter(job.objective.updates)
+    steps, updates = job.batch.accumulation, Counter(of_step or job.objective.updates)
     scripts = {role: played_scripts(job, role) for role in updates}
     together, groups = rolled_out(job), ceil(steps / swept(job))
     sweeps: Counter[str] = Counter()
@@ -83,7 +94,9 @@ def base_sweeps(job: Job) -> dict[str, float]:
     sweeps["the teacher's predictions"] = groups * student.before[TEACHER]
     sweeps["the student's targets"] = groups * student.before[STUDENT]
     sweeps["scores at samples"] = bool(student.after) * groups * (1 + previews(job, STUDENT, student))
-    sweeps["learning, forward and backward"] = 2 * steps * (updates.total() + student.slopes.total())
+    passes = {role: sum(map(len, of_role[0].learned)) for role, of_role in scripts.items()}
+    learning = sum(number * passes[role] for role, number in updates.items()) + student.slopes.total()
+    sweeps["learning, forward and backward"] = 2 * steps * learning
     return {purpose: number for purpose, number in sweeps.items() if number}
 
 
@@ -148,13 +161,15 @@ def _play(objective: Objective, role: str, schedule: FlowSchedule, update: int) 
         objective.roll_out(role, drawn, schedule), lambda ask: rolled_out.append(ask) or _zero(ask)
     )
     counted = before, after, slopes = Counter(), Counter(), Counter()
-    play, predictions, learned = Play(partial(objective.script, role, states, schedule)), before, 0
+    play, learned = Play(partial(objective.script, role, states, schedule)), []
     while play.questions:
+        learns = Counter(q.role for q in play.questions if isinstance(q, Learn))
+        learned += [learns] if learns else []
         for question in play.questions:
-            if isinstance(question, Learn):
-                learned, predictions = learned + 1, after
-            else:
-                (slopes if isinstance(question, Slope) else predictions)[question.role] += 1
+            if isinstance(question, Ask):
+                (after if learned else before)[question.role] += 1
+            elif isinstance(question, Slope):
+                slopes[question.role] += 1
         play.answer([*map(_zero, play.questions)])
     return ScriptPasses(len(rolled_out), *counted, learned)
 

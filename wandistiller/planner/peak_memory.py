@@ -21,15 +21,14 @@ from wandistiller.planner.student_memory import (
     student_parts,
 )
 from wandistiller.planner.teacher_memory import added_parts, hidden_states, sharers_of_a_call, teacher_parts
-from wandistiller.utils.allocators import KEPT
 from wandistiller.utils.images import STILLS, WIDEST, tile_size
-from wandistiller.utils.system_memory import PIECES, reserve, room_of_a_rank
+from wandistiller.utils.system_memory import FREED_KEPT, PIECES, reserve, room_of_a_rank
 from wandistiller.wan.activation_memory import activation_bytes, call_bytes, compared_bytes
 from wandistiller.wan.components import image_config, image_encoder_of, text_config
-from wandistiller.wan.fake_tensor_memory import text_encoding
+from wandistiller.wan.fake_tensor_memory import coding, text_encoding
 from wandistiller.wan.transformer import count_parameters, numels
 from wandistiller.wan.transformer_config import TransformerConfig
-from wandistiller.wan.vae import PARTS, fitting
+from wandistiller.wan.vae import fitting
 
 MIB = 2**20
 PROCESS = 580 * MIB
@@ -50,6 +49,8 @@ NCCL = 700 * MIB
 LEAST_PART = 4
 """At least a quarter of the text encoder stays: its word embeddings are a fifth, and a layer comes."""
 CAST, ACTIVATIONS = "student's gradients in float32", "student's activations"
+IN_STEP = ", in a step"
+"""End of the uses of memory that a network's learning takes from the first micro-step on."""
 FREED = "freed by the teacher, kept by the C library"
 """CPU memory that a teacher's call has left in the heap while the student computes."""
 
@@ -76,6 +77,10 @@ def activations(job: Job, machine: Machine) -> tuple[int, int]:
     both = recomputes, engine.without_recompute
     checkpointed, kept = (p.saved(job.student_transformer, each, p.samples).transient for each in both)
     return checkpointed, kept
+
+
+def _in_step(parts: Parts) -> Parts:
+    return {use: nbytes for use, nbytes in parts.items() if use.endswith(IN_STEP)}
 
 
 def _on_host(parts: Parts) -> Parts:
@@ -132,15 +137,23 @@ class _Planner:
         for name, other in j.networks.others.items():
             # it and the teacher are called beside the student's activations
             kept_of_it, its_steps, slope = self._other(other)
-            steps |= its_steps | {"teacher and critic at samples": sampled | call}
+            held = sampled
+            if other.setting.is_shared:  # both learn in one update: each beside what the other one holds
+                of_student, of_other = _in_step(sampled), _in_step(its_steps[name])
+                held = sampled | of_other
+                steps = {a: parts | of_other for a, parts in steps.items()}
+                its_steps = {
+                    a: parts | (sampled if a == name else of_student) for a, parts in its_steps.items()
+                }
+            steps |= its_steps | {f"teacher and {name} at samples": held | call}
             if slope:
-                steps["gradient through the critic"] = sampled | slope
+                steps[f"gradient through the {name}"] = held | slope
             student |= kept_of_it
             numel = other.parameters.trained_numel
             starts[f"{name}'s start"] = student | {"its weights in float32": Bytes(host=4 * numel)} | again
         if call and not self.gpu:
             freed = total(call)
-            steps["student"] |= {FREED: Bytes(host=min(freed.host + freed.transient, KEPT))}
+            steps["student"] |= {FREED: Bytes(host=min(freed.host + freed.transient, FREED_KEPT))}
         numel, weights = numels(j.student_transformer), count_parameters(j.student_transformer)
         held, networks = self.base | kept | student, j.networks
         each = self.network.trained_numel if networks.share_base else weights
@@ -219,7 +232,7 @@ class _Planner:
         parts = student_parts(self.network, experts, engine, ranks, accelerator=self.gpu, ema=ema)
         saved = self.saved(j.student_transformer, engine, self.samples)
         kept = {f"student's {use}": replace(b, transient=0) for use, b in parts.items()}
-        transient = {f"student's {use}, in a step": b.transient for use, b in parts.items() if b.transient}
+        transient = {f"student's {use}{IN_STEP}": b.transient for use, b in parts.items() if b.transient}
         if Expert.HIGH_NOISE in {*j.networks.student} - {*j.networks.learning}:  # the samples begin with it
             whole = count_parameters(j.student_transformer)
             numel = self.network.trained_numel if j.networks.share_base else whole
@@ -231,7 +244,7 @@ class _Planner:
             spread = spread_bytes(self.network, engine, ranks)
             passes["gloo's copy of a bucket"] = Bytes(transient=bucket_bytes(self.network, engine))
             optimizer["gloo's copies of the weights"] = Bytes(transient=spread)
-        gathered = {use: b for use, b in step.items() if use == f"student's {GATHERED}, in a step"}
+        gathered = {use: b for use, b in step.items() if use == f"student's {GATHERED}{IN_STEP}"}
         return kept, gathered, {"student": passes, "optimizer": optimizer}
 
     def _other(self, other: NetworkPlan) -> tuple[Parts, dict[str, Parts], Parts]:
@@ -242,7 +255,7 @@ class _Planner:
         parts = student_parts(network, 1, engine, ranks, accelerator=self.gpu)
         saved = self.saved(other.config, engine, j.batch.micro * (2 if has_heads else 1))
         kept = {f"{name}'s {use}": replace(b, transient=0) for use, b in parts.items()}
-        step = {f"{name}'s {use}, in a step": Bytes(transient=b.transient) for use, b in parts.items()}
+        step = {f"{name}'s {use}{IN_STEP}": Bytes(transient=b.transient) for use, b in parts.items()}
         optimizer = {f"{name}'s gradients in float32": Bytes(transient=2 * cast_bytes(network, engine))}
         if not self.gpu and ranks > 1:
             step["gloo's copy of a bucket"] = Bytes(transient=bucket_bytes(network, engine))
@@ -295,16 +308,12 @@ class _Planner:
         pixels = {"pixels as they were read": Bytes(host=4 * 3 * frames * height * width)}
         kept = self._libraries(EARLY) | pixels
         vae, work = self._coding("encode", (1, 3, frames, height, width), kept)
-        return vae | work | pixels | self._image_encoder()
-
-    def _image_encoder(self) -> Parts:
-        """Return the encoder of given frames, in float32, if the teacher takes its states."""
-        folder = self.job.folder
-        if not folder.config.image_dim:
-            return {}
-        with torch.device("meta"):
-            nbytes = sum(p.nbytes for p in image_encoder_of(image_config(folder.path)).parameters())
-        return {"image encoder": Bytes(device=nbytes)}
+        parts, folder = vae | work | pixels, self.job.folder
+        if folder.config.image_dim:
+            with torch.device("meta"):
+                nbytes = sum(p.nbytes for p in image_encoder_of(image_config(folder.path)).parameters())
+            parts["image encoder"] = Bytes(device=nbytes)  # of given frames, in float32
+        return parts
 
     def _draw(self, kept: Parts, call: Parts, gathered: Parts) -> PhasePeak:
         """The VAE stays for the whole phase and decodes one sample at a time; there is no backward pass."""
@@ -340,7 +349,7 @@ class _Planner:
             call: `encode` or `decode`; in tiles if it does not fit whole beside what is `kept`.
         """
         m, held, config = self.machine, total(kept), self.job.folder.vae
-        weights = PARTS[call](config, shape, accelerator=self.gpu).weights
+        weights = coding(call, config, shape, accelerator=self.gpu).weights
         if self.gpu:
             room = m.device_free - reserve(m.device_free, PIECES) - held.device - held.transient - weights
         else:

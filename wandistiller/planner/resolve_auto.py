@@ -12,11 +12,9 @@ from math import ceil
 from typing import Any, NamedTuple
 
 from wandistiller.config.job import Job
-from wandistiller.config.run_config import AUTO
-from wandistiller.config.validate import leaves_engine_open
 from wandistiller.distributed import collectives
 from wandistiller.engine.activation_checkpointing import SECTION as RECOMPUTED
-from wandistiller.engine.ds_config import load, student_engine
+from wandistiller.engine.ds_config import shipped_json, student_engine
 from wandistiller.engine.ds_json import DeepSpeedJson
 from wandistiller.engine.ds_overrides import ACCUMULATION, MICRO, TOTAL
 from wandistiller.engine.ds_schema import BATCH_KEYS
@@ -31,7 +29,7 @@ from wandistiller.student.trainable import tuning_problems
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.teacher.quantized import Weights, missing_problems
 from wandistiller.teacher.strategies import teacher_jsons
-from wandistiller.teacher.teacher_json import quantized_facts, read_placement, with_keys
+from wandistiller.teacher.teacher_json import AUTO, quantized_facts, read_placement, with_keys
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.memoize import once_for_each
 
@@ -56,7 +54,7 @@ TEACHERS = (
 """In ds_configs/teacher/, the simplest first: weights that stay where they compute, that arrive once for all
 micro-steps, at every call from other ranks or CPU memory, and from a disk. What computes on the CPU beside
 GPUs comes last, and before it any other that is a candidate."""
-WEIGHTS = (None, "int8", "nf4")
+FORMATS = (None, "int8", "nf4")
 """Formats of the teacher's weights in the shipped JSONs, the exact one first."""
 ENOUGH = 6000
 """Tokens of a micro-step, as of four images of 480x832, beside which what moves in each counts little."""
@@ -112,8 +110,8 @@ class Choice(NamedTuple):
         j, (student, teacher) = self.job, self.files
         batch = {TOTAL: j.batch.total, MICRO: j.batch.micro}
         content = j.student_engine.without(*BATCH_KEYS).replaced(**batch).raw
-        is_shipped = student_engine(load(student), j.batch.ranks) == j.student_engine
-        placement = read_placement(load(teacher), j.batch.ranks * j.run.context_parallel)
+        is_shipped = student_engine(shipped_json(student), j.batch.ranks) == j.student_engine
+        placement = read_placement(shipped_json(teacher), j.batch.ranks * j.run.context_parallel)
         return {
             "deepspeed_config": student if is_shipped else content,
             "teacher_deepspeed_config": teacher if placement == j.teacher else j.teacher.engine.raw,
@@ -140,18 +138,13 @@ class Pair(NamedTuple):
         """Plan the pair as `job`, one of its sizes, has it; `coding` as in `plan`."""
         return Choice(self.student, self.teacher, job, moments(plan(job, machine, coding=coding)))
 
-    def fitting(self, job: Job, machine: Machine) -> Choice | None:
-        """The pair as `job` has it, if it fits; what is quickly planned is tried first."""
-        if not self.choice(job, machine, coding=False).fits(machine):
-            return None
-        choice = self.choice(job, machine)
-        return choice if choice.fits(machine) else None
-
     def largest(self, machine: Machine) -> Choice | None:
-        """The largest micro-batch that fits."""
+        """The largest micro-batch that fits; what is quickly planned is tried first."""
         best = None
         for size in self.sizes:
-            if not (choice := self.fitting(size, machine)):
+            if not self.choice(size, machine, coding=False).fits(machine):
+                break
+            if not (choice := self.choice(size, machine)).fits(machine):
                 break
             best = choice
         return best
@@ -212,7 +205,7 @@ def formats(job: Job, choose: tuple[bool, bool] = (True, True), *, exact: bool =
         choose: as in `pairs`.
         exact: without those that change the teacher's outputs, which `auto` never chooses.
     """
-    others = WEIGHTS[:1] if exact else WEIGHTS
+    others = FORMATS[:1] if exact else FORMATS
     return list(dict.fromkeys([job.teacher.weights, *(others if choose[1] else ())]))
 
 
@@ -250,7 +243,7 @@ def _students(
     own = job.student_engine.without(*BATCH_KEYS, *SECTIONS)
     tuned = replace(job.run, lora=None)  # of its checks, which take a second, none is about the engine
     for name in names:
-        shipped = load(f"ds_configs/student/{name}.json").raw
+        shipped = shipped_json(f"ds_configs/student/{name}.json").raw
         sections = [RECOMPUTED] if shipped[RECOMPUTED].get("cpu_checkpointing") else []
         if sections and not machine.topology.accelerator:
             continue  # activations are in CPU memory anyway
@@ -297,7 +290,7 @@ def teachers(dtype: str, topology: Topology, weights: Weights = None) -> list[tu
     candidates, late = [], []
     for name in dict.fromkeys([*TEACHERS, *teacher_jsons()]):
         with suppress(ConfigError):  # a library that it needs is not installed
-            shipped = load(f"ds_configs/teacher/{name}.json").in_precision(dtype)
+            shipped = shipped_json(f"ds_configs/teacher/{name}.json").in_precision(dtype)
             placement = read_placement(shipped, topology.ranks)
             if placement.is_candidate(topology) and placement.weights == weights:
                 place = late if placement.on_cpu and topology.accelerator else candidates
@@ -335,7 +328,7 @@ def resolve_auto(job: Job) -> Job:
 
 def left_open(job: Job) -> tuple[bool, bool]:
     """Return whether the student's engine is `auto`, and whether the teacher's placement is."""
-    return leaves_engine_open(job.run), job.teacher.name == AUTO
+    return job.student_engine.is_open, job.teacher.name == AUTO
 
 
 def chosen(job: Job, machine: Machine, here: bool = False) -> Choice:

@@ -17,8 +17,8 @@ from wandistiller.engine.zero_memory import (
     round_up,
 )
 from wandistiller.network.parameters import Parameters
-from wandistiller.utils.allocators import ROUNDED
 from wandistiller.utils.memoize import once_for_each
+from wandistiller.utils.system_memory import PINNED_ROUNDED
 from wandistiller.wan.structure import block_of
 
 WEIGHTS, MASTERS, GRADIENTS, BUCKETS = "weights", "float32 weights and optimizer", "gradients", "buckets"
@@ -44,7 +44,12 @@ def student_parts(
         accelerator: with one, host memory may be page-locked.
         ema: with an average of its weights.
     """
-    parts = {0: _whole, 3: _partitioned}.get(engine.stage, _flat)(network, engine, ranks, accelerator)
+    if engine.stage == 0:
+        parts = _whole(network, engine)
+    elif engine.stage == 3:
+        parts = _partitioned(network, engine, ranks, accelerator)
+    else:
+        parts = _flat(network, engine, ranks, accelerator)
     if ema:
         average = 4 * network.trained_numel // (1 if engine.stage == 0 else ranks)
         on_device = engine.optimizer_on == "none"
@@ -78,7 +83,7 @@ def spread_bytes(network: Parameters, engine: EngineConfig, ranks: int) -> int:
     return engine.dtype.itemsize * part * (ranks + 1)
 
 
-def _whole(network: Parameters, engine: EngineConfig, ranks: int, accelerator: bool) -> dict[str, Bytes]:
+def _whole(network: Parameters, engine: EngineConfig) -> dict[str, Bytes]:
     """Memory under stage 0: everything on every rank; below float32 with a copy of the weights."""
     item, numel = engine.dtype.itemsize, network.trained_numel
     masters = ((4 if item < 4 else 0) + optimizer_states(engine)) * numel
@@ -177,5 +182,5 @@ def _locked(offload: dict[str, Any], accelerator: bool, n: int) -> Bytes:
     """CPU memory for n bytes, page-locked where `offload` says so: small pieces come in powers of two."""
     if not accelerator or not offload.get("pin_memory", True):
         return Bytes(host=n)
-    whole = n if n > ROUNDED * 2**20 or not n else 1 << (n - 1).bit_length()
+    whole = n if n > PINNED_ROUNDED * 2**20 or not n else 1 << (n - 1).bit_length()
     return Bytes(host=whole, pinned=whole)

@@ -59,8 +59,8 @@ def teacher_parts(
     weights = teacher_bytes(folder, placement, sharers)
     batch = samples * max(1, branches(job) // placement.guidance_passes)
     on_gpu = gpu and not placement.on_cpu
-    how = {"accelerator": on_gpu, "sharers": sharers_of_a_call(job)}
-    peak, waiting = call_bytes(job.folder.config, engine, latent, batch, **how)
+    sharers = sharers_of_a_call(job)
+    peak, waiting = call_bytes(job.folder.config, engine, latent, batch, accelerator=on_gpu, sharers=sharers)
     activations = peak + (together - 1) * waiting
     each = [_on_the_way(row.config, placement) for row in job.networks.teacher.values()]
     unpacked, behind = map(max, zip(*each, strict=True))

@@ -6,7 +6,7 @@ ranks send each other.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Annotated, Any
@@ -94,9 +94,13 @@ def override_rates(usual: Rates, given: dict[str, Any]) -> Rates:
     return replace(usual, **given)
 
 
-def passes(job: Job) -> dict[str, Passes]:
-    """Return the passes in a step by network, with the blocks that backward passes recompute."""
-    made = passes_asked(job)
+def passes(job: Job, updates: Sequence[str] = ()) -> dict[str, Passes]:
+    """Return the passes in a step by network, with the blocks that backward passes recompute.
+
+    Args:
+        updates: the role of each update, by default the objective's of a step.
+    """
+    made = passes_asked(job, updates)
     for role, each in made.items():
         if each.backward:
             again = each.backward * _recomputed(job, role)
@@ -122,8 +126,10 @@ def _network(job: Job, role: str) -> tuple[TransformerConfig, float]:
 class Times:
     """Estimated seconds of `job` on the ranks of `machine`."""
 
-    def __init__(self, job: Job, machine: Machine, rates: Rates):
+    def __init__(self, job: Job, machine: Machine, rates: Rates, updates: Sequence[str] = ()):
+        """Estimate steps of updates by their roles, by default of the objective's."""
         self.job, self.machine, self.rates = job, machine, rates
+        self._updates = updates or job.objective.updates
         self.topology = machine.topology
 
     def call(self, role: str, samples: int) -> float:
@@ -135,7 +141,7 @@ class Times:
         """Seconds of arithmetic of a step, by network."""
         j, by_role = self.job, {}
         samples = j.batch.micro * j.batch.accumulation
-        for role, each in passes(j).items():
+        for role, each in passes(j, self._updates).items():
             config, trained = _network(j, role)
             backward = _mean(j, config, lambda flops, trained=trained: flops.backward(trained))
             learning = samples * self._computing(role, each.backward * backward)
@@ -146,8 +152,8 @@ class Times:
         """Seconds of a step in which weights of the teacher come from CPU memory or a disk."""
         j = self.job
         if j.networks.share_base:
-            return sum(base_sweeps(j).values()) * self._fetching()
-        calls = passes(j)[TEACHER].forward / branches(j)
+            return sum(base_sweeps(j, self._updates).values()) * self._fetching()
+        calls = passes(j, self._updates)[TEACHER].forward / branches(j)
         return calls * ceil(j.batch.accumulation / swept(j)) * self._passes() * self._fetching()
 
     def step(self) -> float:
@@ -158,11 +164,10 @@ class Times:
 
     def warm_up(self) -> float:
         """Seconds of the updates before the first step."""
-        objective = self.job.objective.with_warmup()
-        if objective == self.job.objective:
+        if not (warmup := self.job.objective.warmup):
             return 0.0
-        begun = replace(self.job, objective=objective)
-        return Times(begun, self.machine, self.rates).step() - self.step()
+        longer = Times(self.job, self.machine, self.rates, (*warmup, *self.job.objective.updates))
+        return longer.step() - self.step()
 
     def steps(self) -> float:
         """Seconds of all steps, and of the updates before the first."""

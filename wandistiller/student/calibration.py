@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from wandistiller.batch import Batch
 from wandistiller.data.cached_dataset import CachedData
-from wandistiller.data.measured import Measured
+from wandistiller.data.tensor_cache import Measured
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.shutdown import Stopped
@@ -160,11 +160,6 @@ BANDS = [(0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0)]
 """Of sigma, in which the error before training is stated."""
 
 
-def number_of_samples(tokens: int) -> int:
-    """Return the number of calibration samples of so many patches each."""
-    return min(MOST, max(FEWEST, TOKENS // tokens))
-
-
 def calibration_batches(
     data: CachedData, schedule: FlowSchedule, *, tokens: int, batch_size: int, most: int = MOST
 ) -> list[Batch]:
@@ -175,7 +170,7 @@ def calibration_batches(
             `MOST` samples can.
         most: further bound of their number.
     """
-    count = min(number_of_samples(tokens), most)
+    count = min(max(FEWEST, TOKENS // tokens), MOST, most)
     sigmas = [schedule.shifted((i + 0.5) / count) for i in range(count)]
     batches = []
     for expert in Expert:

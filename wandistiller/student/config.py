@@ -141,7 +141,11 @@ def _shape_problems(
             if (own := getattr(config, key)) > (most := getattr(teacher, key)):
                 remedy = f'{folder.name} has {most}. Write at most that, or "init": "random".'
                 problems.append(problem(where, key, own, remedy))
-        problems = problems or _rope_problems(where, config, teacher)
+        old, new = teacher.attention_head_dim, config.attention_head_dim
+        if not (problems or fits_rope(old, new)):
+            fitting = [n for n in range(2, old + 1, 2) if fits_rope(old, n)]
+            text = "Rope's split of it among time, height and width is no part of the teacher's."
+            problems.append(problem(where, "attention_head_dim", new, f"{text} Write one of {fitting}."))
         heads_of = attrgetter("num_attention_heads", "attention_head_dim")
         if heads_of(config) != heads_of(teacher) and not teacher.cross_attn_norm:
             remedy = "Only teachers with it can be made narrower; leave the heads alone."
@@ -150,15 +154,6 @@ def _shape_problems(
         remedy = f"It does not divide the teacher's {of}. Write a divisor, or give attention_head_dim too."
         problems.append(problem(where, "num_attention_heads", heads, remedy))
     return problems
-
-
-def _rope_problems(where: str, config: TransformerConfig, teacher: TransformerConfig) -> list[str]:
-    old, new = teacher.attention_head_dim, config.attention_head_dim
-    if fits_rope(old, new):
-        return []
-    fitting = [n for n in range(2, old + 1, 2) if fits_rope(old, n)]
-    remedy = "Rope's split of it among time, height and width is no part of the teacher's. Write one of "
-    return [problem(where, "attention_head_dim", new, f"{remedy}{fitting}.")]
 
 
 def _needless_problems(where: str, student: StudentConfig) -> list[str]:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from wandistiller.batch import Batch
-from wandistiller.data.measured import Measured, batches_digest
+from wandistiller.data.tensor_cache import Measured, batches_digest
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.experts import Expert
 from wandistiller.student.calibration import velocity_error
 from wandistiller.teacher.base import Teacher, local_modules
-from wandistiller.utils.files import atomic, digest, write_json
+from wandistiller.utils.files import digest, write_json
 
 ROUNDS = 8
 
@@ -33,7 +33,9 @@ def importance(
         round has the blocks that stay. Equal on every rank.
     """
     measured, left, rounds = measured or Measured(None), list(range(layers)), []
-    numbers = blocks_left(layers, keep)
+    numbers = [layers]  # of blocks at the start of each round; each of them is left out once in it
+    for to_go in range(min(ROUNDS, layers - keep), 0, -1):
+        numbers.append(numbers[-1] + -(numbers[-1] - keep) // to_go)
     progress = Progress("importance of blocks", (1 + sum(numbers)) * len(batches), "call")
     velocity, same = progress.counting(teacher.velocity), batches_digest(batches)
     targets = []
@@ -60,21 +62,13 @@ def importance(
     return rounds
 
 
-def blocks_left(layers: int, keep: int) -> list[int]:
-    """Return the number of blocks at the start of each round; each of them is left out once in it."""
-    numbers = [layers]
-    for to_go in range(min(ROUNDS, layers - keep), 0, -1):
-        numbers.append(numbers[-1] + -(numbers[-1] - keep) // to_go)
-    return numbers
-
-
 @contextmanager
 def _skipped(teacher: Teacher, blocks: set[int]) -> Iterator[None]:
     """Let hidden states pass these blocks unchanged. What places or fetches weights are hooks, which stay."""
     skipped = [network.blocks[number] for network in local_modules(teacher) for number in blocks]
     before = [vars(block).get("forward") for block in skipped]  # compiled blocks have one of their own
     for block in skipped:
-        block.forward = _pass_by
+        block.forward = lambda hidden_states_BSD, *_: hidden_states_BSD
     try:
         yield
     finally:
@@ -84,21 +78,8 @@ def _skipped(teacher: Teacher, blocks: set[int]) -> Iterator[None]:
                 block.forward = forward
 
 
-def _pass_by(hidden_states_BSD: Tensor, *_: Tensor) -> Tensor:
-    return hidden_states_BSD
-
-
 def write_importance(folder: Path, rounds: list[dict[int, float]], experts: Iterable[Expert]) -> None:
-    """Write importance.json, which `wandistiller report` charts, and importance.md into `folder`."""
+    """Write importance.json, which `wandistiller report` charts, into `folder`."""
     kept = list(rounds[-1])
     measured = {"experts": [e.value for e in experts], "relative_error_without": rounds, "kept": kept}
     write_json(folder / "importance.json", measured)
-    table = [[" block ", *(f" round {n + 1} " for n in range(len(rounds))), " kept "]]
-    table.append(["---"] * len(table[0]))
-    for i in rounds[0]:
-        errors = (f" {r[i]:.4f} " if i in r else " " for r in rounds)
-        table.append([f" {i} ", *errors, " yes " if i in kept else " no "])
-    title = "Relative velocity error of the teacher without a block and all those dropped in earlier rounds"
-    lines = [f"{title}, on cached samples.", "", *(f"|{'|'.join(cells)}|" for cells in table)]
-    with atomic(folder / "importance.md") as temporary:
-        temporary.write_text("\n".join(lines) + "\n")

@@ -11,15 +11,7 @@ import torch
 from torch import Tensor
 
 from wandistiller.student.slicing import Subspace, WidthSlicer
-from wandistiller.wan.structure import (
-    ATTENTIONS,
-    FEED_FORWARD,
-    IMAGE_MAPS,
-    NORMED,
-    VALUES,
-    in_block,
-    reader_of,
-)
+from wandistiller.wan import structure
 from wandistiller.wan.transformer_config import TransformerConfig
 
 Read = Callable[[str], Tensor]
@@ -65,27 +57,33 @@ def plan(
     if (heads, head_dim) != (teacher.num_attention_heads, teacher.attention_head_dim):
         width = heads * head_dim
         axes["stream"] = _of_norm(stats.stream_DD, _strongest(stats.stream_DD.diagonal(), width))
-        axes["text"] = Subspace(_principal(stats.text_DD, width))
+        directions_DD = torch.linalg.eigh(stats.text_DD.double()).eigenvectors.flip(1)[:, :width]
+        signs_d = directions_DD.gather(0, directions_DD.abs().argmax(0, keepdim=True)).sign()
+        axes["text"] = Subspace((directions_DD * signs_d).float())  # signs are equal on all machines
         if stats.image_DD is not None:
-            readers = [in_block(i, f"{ATTENTIONS[1]}.{name}") for i in blocks for name in IMAGE_MAPS]
+            readers = [
+                structure.in_block(i, f"{structure.ATTENTIONS[1]}.{name}")
+                for i in blocks
+                for name in structure.IMAGE_MAPS
+            ]
             score_D = torch.stack([_scores_of(stats, read, name) for name in readers]).sum(0)
             axes["image"] = _of_norm(stats.image_DD, _strongest(score_D, width))
         for axis in ("time", "words"):
             axes[axis] = Subspace(_strongest(_scores(stats, read, axis), width))
         axes["temb"] = axes["stream"]
         for i in blocks:
-            for attention in ATTENTIONS:
-                axes |= _attention(stats, read, in_block(i, attention), teacher, heads, head_dim)
+            for attention in structure.ATTENTIONS:
+                axes |= _attention(stats, read, structure.in_block(i, attention), teacher, heads, head_dim)
     if config.ffn_dim != teacher.ffn_dim:
         for i in blocks:
-            axis = in_block(i, FEED_FORWARD)
+            axis = structure.in_block(i, structure.FEED_FORWARD)
             axes[axis] = Subspace(_strongest(_scores(stats, read, axis), config.ffn_dim))
     return WidthSlicer(axes, {name: moments.mean_D for name, moments in stats.moments.items()})
 
 
 def _scores(stats: CalibrationStats, read: Read, axis: str) -> Tensor:
     """Importance of each unit of an axis: the squared norm of what reads it, times its mean square."""
-    return _scores_of(stats, read, reader_of(axis))
+    return _scores_of(stats, read, structure.reader_of(axis))
 
 
 def _scores_of(stats: CalibrationStats, read: Read, name: str) -> Tensor:
@@ -96,13 +94,6 @@ def _scores_of(stats: CalibrationStats, read: Read, name: str) -> Tensor:
 def _strongest(score_U: Tensor, keep: int) -> Tensor:
     """Units with the greatest scores, in their old order."""
     return score_U.argsort(descending=True, stable=True)[:keep].sort().values
-
-
-def _principal(moment_DD: Tensor, keep: int) -> Tensor:
-    """Orthonormal directions_Dd of the greatest second moment; signs are equal on all machines."""
-    directions_DD = torch.linalg.eigh(moment_DD.double()).eigenvectors.flip(1)[:, :keep]
-    signs_d = directions_DD.gather(0, directions_DD.abs().argmax(0, keepdim=True)).sign()
-    return (directions_DD * signs_d).float()
 
 
 def _of_norm(moment_DD: Tensor, units_d: Tensor) -> Subspace:
@@ -117,13 +108,13 @@ def _attention(
 ) -> dict[str, Subspace]:
     """Axes of the strongest heads; within each, rope's pairs for queries and keys, the strongest values."""
     old = teacher.attention_head_dim
-    score_HE = _scores(stats, read, f"{name}.{VALUES}").view(-1, old)
+    score_HE = _scores(stats, read, f"{name}.{structure.VALUES}").view(-1, old)
     kept_H = _strongest(score_HE.sum(1), heads)
     within_E = torch.tensor(rope_units(old, head_dim))
     values = [h * old + _strongest(score_HE[h], head_dim) for h in kept_H.tolist()]
     units_I = (kept_H[:, None] * old + within_E).flatten()
-    axes = {f"{name}.{VALUES}": Subspace(torch.cat(values))}
-    for norm, axis in NORMED.items():
+    axes = {f"{name}.{structure.VALUES}": Subspace(torch.cat(values))}
+    for norm, axis in structure.NORMED.items():
         if not (moments := stats.moments.get(f"{name}.{norm}")):
             continue  # it reads no given frames
         square_I = moments.square_D

@@ -15,16 +15,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from wandistiller.wan.structure import (
-    AFFINE_NORM,
-    IMAGE_NORM,
-    MODULATION,
-    NORMED,
-    SHIFT_ROWS,
-    TABLE,
-    TEMB_READER,
-    axes_of,
-)
+from wandistiller.wan import structure
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,28 +73,25 @@ class WidthSlicer:
         if not values or not self.axes:
             return values
         leaf = name.rpartition(".")[2]
-        if TABLE in values:
-            return {TABLE: self._table(name, values[TABLE])}
-        if leaf == MODULATION:
+        if structure.TABLE in values:
+            return {structure.TABLE: self._table(name, values[structure.TABLE])}
+        if leaf == structure.MODULATION:
             rows = {k: v.unflatten(0, (6, -1)) for k, v in self._linear(name, values, None, "temb").items()}
             return {k: self._modulation(v, 0, 1).flatten(0, 1) for k, v in rows.items()}
-        if leaf in NORMED:
-            axis = self.axes.get(name.removesuffix(leaf) + NORMED[leaf])
+        if leaf in structure.NORMED:
+            axis = self.axes.get(name.removesuffix(leaf) + structure.NORMED[leaf])
             return {"weight": axis.along(values["weight"], 0) * axis.gain} if axis else values
-        if name == IMAGE_NORM:
-            return self._image_norm(values)
-        if leaf == AFFINE_NORM and (axis := self.axes.get("stream")):
+        if name == structure.IMAGE_NORM:
+            if not (axis := self.axes.get("image")):
+                return values
+            # its weights take the gain: of all its outputs' readers they are the first
+            weight, bias = (axis.along(values[k], 0) for k in ("weight", "bias"))
+            return {"weight": weight * axis.gain, "bias": bias}
+        if leaf == structure.AFFINE_NORM and (axis := self.axes.get("stream")):
             weight, bias = (axis.along(values[k], 0) for k in ("weight", "bias"))
             return {"weight": weight, "bias": bias / axis.gain}
-        axes = axes_of(name)
+        axes = structure.axes_of(name)
         return self._linear(name, values, *axes) if any(axes) else values
-
-    def _image_norm(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Cut the norm's weights, which take the gain: of all its outputs' readers they are the first."""
-        if not (axis := self.axes.get("image")):
-            return values
-        weight, bias = (axis.along(values[k], 0) for k in ("weight", "bias"))
-        return {"weight": weight * axis.gain, "bias": bias}
 
     def _linear(
         self, name: str, values: dict[str, Tensor], written: str | None, read: str | None
@@ -120,7 +108,7 @@ class WidthSlicer:
         """Rows of shift, scale, gate, shift, ... along dimension `rows`, whose channels lie along `dim`."""
         if axis := self.axes.get("stream"):
             value = axis.along(value, dim)  # a copy
-            value.movedim(rows, 0)[SHIFT_ROWS] /= axis.gain
+            value.movedim(rows, 0)[structure.SHIFT_ROWS] /= axis.gain
         return value
 
     def _table(self, name: str, table_1RD: Tensor) -> Tensor:
@@ -128,5 +116,5 @@ class WidthSlicer:
         if name or not temb:
             return self._modulation(table_1RD, 1, 2)
         # the last table is added to temb itself, which is not divided by the gain: right on average
-        mean_D = self.means[TEMB_READER]
+        mean_D = self.means[structure.TEMB_READER]
         return self._modulation(table_1RD + mean_D, 1, 2) - temb.along(mean_D, 0)

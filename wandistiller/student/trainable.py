@@ -44,12 +44,8 @@ def tuning_problems(
     if run.learning_rates and engine.optimizer == "muon":
         cause = "Muon makes its own parameter groups and takes no `learning_rates`"
         problems.append(Problem(f"{cause}. Remove them.", RECIPE, "learning_rates"))
-    if (
-        run.learning_rates
-        and engine.optimizer == "adagrad"
-        and engine.stage
-        and engine.optimizer_on == "none"
-    ):
+    joins = engine.stage and engine.optimizer_on == "none"
+    if run.learning_rates and engine.optimizer == "adagrad" and joins:
         cause = "ZeRO joins Adagrad's parameter groups, so that it takes no `learning_rates`"  # 0.19.8
         remedy = "Remove them, or offload the optimizer."
         problems.append(Problem(f"{cause}. {remedy}", RECIPE, "learning_rates"))
@@ -84,10 +80,8 @@ def _ema_problems(run: Any, engine: EngineConfig) -> list[str]:
         remedy = f"The run ends with step {run.max_steps}, before its average begins. Write less."
         problems.append(problem("recipe", "ema_start", run.ema_start, remedy))
     if run.ema is not None and engine.optimizer_on == "nvme":
-        remedy = (
-            "The weights that it averages are on NVMe. Write cpu as "
-            "`zero_optimization.offload_optimizer.device`, or remove `ema`."
-        )
+        remedy = "Write cpu as `zero_optimization.offload_optimizer.device`, or remove `ema`."
+        remedy = f"The weights that it averages are on NVMe. {remedy}"
         problems.append(problem("recipe", "ema", run.ema, remedy))
     return problems
 

@@ -16,9 +16,9 @@ from wandistiller.distributed.device import lock_pages, unlock_pages
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.shutdown import Stopped, stopping
 from wandistiller.engine.engine_config import EngineConfig
-from wandistiller.teacher.block_stream import BUFFERS, BlockStream, Buffers
+from wandistiller.network.block_source import BUFFERS, BlockStream, Buffers
 from wandistiller.teacher.quantized import Weights
-from wandistiller.teacher.stored_weights import ALONE, parameters_of, stored_weights_of
+from wandistiller.teacher.stored_weights import WHOLE, parameters_of, stored_weights_of
 from wandistiller.wan.structure import block_of, is_in_block
 from wandistiller.wan.transformer import meta_transformer, set_parameter
 from wandistiller.wan.transformer_config import TransformerConfig
@@ -48,7 +48,7 @@ def load_whole(
     model = meta_transformer(config, device)
     for name, weight in one_by_one(stored_weights_of(model, dtype, weights), reader, alone=alone):
         pieces = [torch.empty_like(piece, device=device) for piece in weight.pieces]
-        weight.read(reader, name, pieces, ALONE, device)
+        weight.read(reader, name, pieces, WHOLE, device)
         set_parameter(model, name, weight.assembled(pieces))
     return model
 
@@ -143,7 +143,7 @@ def load_streamed(
             pieces = _pieces(buffer_of[block], offsets, weight.pieces)
         else:
             pieces = [torch.empty_like(piece, device=device) for piece in weight.pieces]
-            weight.read(reader, name, pieces, ALONE, device)
+            weight.read(reader, name, pieces, WHOLE, device)
         set_parameter(model, name, weight.assembled(pieces))
     collectives.barrier()
     BlockStream(list(stored.values()), buffers).serve(model)

@@ -9,9 +9,9 @@ from wandistiller.teacher.quantized import Weights, is_quantized, made_of, on_me
 from wandistiller.wan.transformer import parameter_dtype
 from wandistiller.wan.weight_reader import WeightReader
 
-Share = tuple[int, int]
+LoadShare = tuple[int, int]
 """A rank's number among those that load one copy together, and how many they are."""
-ALONE: Share = (0, 1)
+WHOLE: LoadShare = (0, 1)
 
 
 class StoredWeight:
@@ -26,7 +26,7 @@ class StoredWeight:
         return pieces[0]
 
     def read(
-        self, reader: WeightReader, name: str, pieces: list[Tensor], share: Share, device: torch.device
+        self, reader: WeightReader, name: str, pieces: list[Tensor], share: LoadShare, device: torch.device
     ) -> None:
         """Fill `pieces`, or the share of a rank; what is computed for it is computed on `device`."""
         (value,), (number, ranks) = pieces, share
@@ -48,7 +48,7 @@ class Quantized(StoredWeight):
         return made_of(pieces, self._like)
 
     def read(
-        self, reader: WeightReader, name: str, pieces: list[Tensor], share: Share, device: torch.device
+        self, reader: WeightReader, name: str, pieces: list[Tensor], share: LoadShare, device: torch.device
     ) -> None:
         if share[0] == self._reads:
             value = torch.empty_like(self._meta, device=device)

@@ -19,7 +19,7 @@ from wandistiller.utils.validation import Text, check
 TEACHER_REFUSES = {
     # deepspeed 0.19.8 makes its groups once in a process and stops at the second expert's, or at initialize
     "zero_hpz_partition_size": "A frozen teacher needs no second part: remove it, and write "
-    '"wandistiller": {"shards": "node"}, which keeps all its weights within a node.',
+    '"wandistiller": {"shards": "node"}, which keeps all its weights within a node.'
 } | dict.fromkeys(
     ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "legacy_stage1", "zenflow"), INSTEAD
 )
@@ -72,8 +72,12 @@ def read_placement(json: DeepSpeedJson, world: int = 1) -> Placement:
     ds["train_micro_batch_size_per_gpu"] = 1  # without an optimizer it means nothing, but DeepSpeed wants one
     if ds.get(BLOCK, {}).pop(SHORT_NAME, None) and not ds[BLOCK]:
         del ds[BLOCK]
+    lines = json.overridden
+    if ds.pop("torch_autocast", {}).get("enabled"):  # its forward pass is not the engine's
+        text = "is not used: a teacher computes in the precision of its weights, `bf16` or `fp16`"
+        lines += (f"`torch_autocast` in {json.where} {text}",)
     complete(ds)
-    return placed_by(EngineConfig(json.where, ds, json.overridden))
+    return placed_by(EngineConfig(json.where, ds, lines))
 
 
 def _block_problems(json: DeepSpeedJson, world: int) -> list[str]:

@@ -96,12 +96,7 @@ SEEN, HELD_OUT = divided(SPECS)
 
 
 def cover(
-    shape: str,
-    motion: str,
-    *,
-    speed: float = 1.0,
-    moved: Sequence[float] = (0, 0, 0),
-    begins: bool = False,
+    shape: str, motion: str, *, speed: float = 1.0, moved: Sequence[float] = (0, 0, 0), begins: bool = False
 ) -> Tensor:
     """Draw how much of each pixel the shape covers: cover_FHW in [0, 1], antialiased.
 

@@ -15,7 +15,7 @@ from wandistiller.config.identity import write_resolved
 from wandistiller.config.job import Job
 from wandistiller.config.networks import copied_experts
 from wandistiller.data.cached_dataset import CachedData
-from wandistiller.data.measured import Measured, batches_digest
+from wandistiller.data.tensor_cache import Measured, batches_digest
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
@@ -153,7 +153,7 @@ def _important(job: Job, teacher: Teacher, batches: list[Batch], measured: Measu
     layers, keep = job.folder.config.num_layers, job.student_transformer.num_layers
     rounds = importance(teacher, [b for b in batches if b.expert in experts], layers, keep, measured)
     kept = list(rounds[-1])
-    collectives.log0("kept      layers %s of %d; see %s", kept, layers, job.output / "importance.md")
+    collectives.log0("kept      layers %s of %d; see %s", kept, layers, job.output / "importance.json")
     if collectives.rank() == 0:
         write_importance(job.output, rounds, (e for e in Expert if e in experts))
     return kept

@@ -20,7 +20,8 @@ class Monitor:
     """Writes metrics.jsonl, DeepSpeed's monitors, alarms.jsonl and memory.json, on rank 0."""
 
     def __init__(self, job: Job, monitors: Monitors):
-        self._job, self._monitors, self._alarms = job, monitors, Alarms(job.output, job.objective.limits)
+        limits = [limit for term in job.objective.terms for limit in term.limits]
+        self._job, self._monitors, self._alarms = job, monitors, Alarms(job.output, limits)
         self._metrics: Metrics | None = None
         self._ended: dict[str, list[Usage]] = {}
         """Memory peaks, by rank, of the phases that ended since the last step."""

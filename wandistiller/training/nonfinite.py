@@ -114,22 +114,28 @@ class NonFiniteHandler:
         self.skipped = 0
         """Skipped steps of the whole run, saved in its checkpoints."""
 
-    def handle(self, step: int, update: Update, number: int, micro_steps: list[MicroStepResult]) -> None:
+    def handle(
+        self, step: int, update: Update, number: int, micro_steps: list[dict[str, MicroStepResult]]
+    ) -> None:
         """Write a step, counted from 0, then stop or count it as skipped, by `on_nonfinite`. Collective.
 
         Args:
             number: of the update, counted from 0 over the run.
+            micro_steps: results of an update by the role that was to learn.
 
         Raises:
             NonFinite: on all ranks, after a checkpoint of the steps before, if it may not be skipped.
         """
         run, output = self._job.run, self._job.output
-        update.learner.forget_skipped_step(micro_steps[-1].expert)
+        experts = {role: result.expert for role, result in micro_steps[-1].items()}
+        learned = any(update.learners[r].engine(e).was_step_applied() for r, e in experts.items())
+        for role, expert in experts.items():
+            update.learners[role].forget_skipped_step(expert)
         own = [r for micro, m in enumerate(micro_steps) for r in self._describe(update, number, micro, m)]
-        own = own if update.learner.ranks.place == 0 else []
+        own = own if update.student.ranks.place == 0 else []
         samples = sorted(report for theirs in collectives.gather_objects(own) for report in theirs)
         stops = self.skipped >= most_skipped(run.on_nonfinite)
-        begun = number > self._job.objective.first_update(step)
+        begun = learned or number > self._job.objective.first_update(step)
         kept = self._save(step, begun=begun, wait=stops).resolve()
         of_another = "" if update.role == STUDENT else f"{update.role}_{number}"
         dropped = NonFiniteStep(step + 1, str(kept), samples, of_another)
@@ -143,11 +149,12 @@ class NonFiniteHandler:
             collectives.log0("skipped   %s", line)
 
     def _describe(
-        self, update: Update, number: int, micro: int, result: MicroStepResult
+        self, update: Update, number: int, micro: int, results: dict[str, MicroStepResult]
     ) -> list[SampleReport]:
         """Describe this rank's samples of a micro-step."""
         batches, indices = update.read(number, micro), self._batches.indices(number, micro)
-        first, loss_TB = next(iter(batches.values())), result.loss_TB
+        first, loss_TB = next(iter(batches.values())), torch.cat([r.loss_TB for r in results.values()])
+        names = [name for role in results for name in self._job.objective.weights(role)]
         bad = {
             "loss": ~loss_TB.isfinite().all(0),
             "text": torch.stack([nonfinite_B(t) for t in first.conditioning.tensors()]).any(0),
@@ -162,7 +169,7 @@ class NonFiniteHandler:
                 prompt=item.prompt,
                 media=str(item.media) if item.media else None,
                 sigma={kind: batch.sigma_B[i].item() for kind, batch in batches.items()},
-                losses=finite_or_none({name: loss_TB[k, i].item() for k, name in enumerate(update.names)}),
+                losses=finite_or_none({name: loss_TB[k, i].item() for k, name in enumerate(names)}),
                 not_finite=[name for name, bad_B in bad.items() if bad_B[i]],
             )
             for i, item in enumerate(self._batches.items(number, micro))

@@ -16,18 +16,17 @@ from wandistiller.data.conditions import Conditions
 from wandistiller.data.dataset import SHOWN, MediaType, PromptItem
 from wandistiller.data.latent_cache import LatentCache
 from wandistiller.data.lines import caption
-from wandistiller.data.measured import Measured
-from wandistiller.data.media import Size
+from wandistiller.data.media import RECORD, Size, record_media
 from wandistiller.data.media_cache import Sample
-from wandistiller.data.media_record import RECORD, record_media
+from wandistiller.data.tensor_cache import Measured
 from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
-from wandistiller.evaluation.quantization_error import SAMPLES, in_words, quantization_error
+from wandistiller.evaluation.velocity_error import SAMPLES, in_words, quantization_error
 from wandistiller.monitoring.memory_usage import within
 from wandistiller.teacher.base import Guidance, Teacher, local_modules
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.teacher_json import quantized_facts
-from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.errors import ConfigError, Problem
 from wandistiller.utils.files import digest, fingerprint, write_json
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.utils.logging import set_activity
@@ -156,7 +155,7 @@ def _with_latents(job: Job, selection: SampleSelection, samples: dict[int, Sampl
 
 def _encode(
     samples: dict[int, Sample], job: Job, latents: LatentCache, conditions: Conditions
-) -> dict[int, str]:
+) -> dict[int, Problem]:
     """Encode the media of samples; return file and reason of those that cannot be used. Collective."""
     key = {n: latents.key(s) for n, s in samples.items() if s.item.media} if job.updates_with_latents else {}
     unusable = latents.fill_media({k: samples[n] for n, k in key.items()})
@@ -167,12 +166,8 @@ def _encode(
     return found | {n: without[k] for n, k in frames.items() if k in without}
 
 
-def _entry(item: PromptItem, problem: str) -> Skipped:
-    return {
-        "file": str(item.begins_with),
-        "reason": problem.removeprefix(f"{item.begins_with}: "),
-        "prompt": item.prompt,
-    }
+def _entry(item: PromptItem, problem: Problem) -> Skipped:
+    return {"file": str(item.begins_with), "reason": problem.text, "prompt": item.prompt}
 
 
 def _report(job: Job, skipped: list[Skipped]) -> None:
@@ -181,7 +176,7 @@ def _report(job: Job, skipped: list[Skipped]) -> None:
         return
     file = job.output / SKIPPED
     file.unlink(missing_ok=True)
-    unknown = "its ending is not known; save it as .png, .jpg or .mp4."
+    unknown = Problem("its ending is not known; save it as .png, .jpg or .mp4.")
     listed = skipped + [_entry(PromptItem(caption(f), f), unknown) for f in job.items.unknown]
     if listed:
         write_json(file, listed)

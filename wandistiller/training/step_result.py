@@ -1,6 +1,5 @@
 """Result of an optimizer step over all ranks. Fields of StepResult are logged and charted by name."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from wandistiller.flow import band_name
 from wandistiller.monitoring import memory_usage
 from wandistiller.monitoring.alarms import Seconds
 from wandistiller.monitoring.memory_usage import Usage
+from wandistiller.objectives.objective import Objective
 from wandistiller.utils.logging import current
 
 BANDS = 5
@@ -111,31 +111,26 @@ def by_sigma(loss_N: Tensor, sigma_N: Tensor) -> dict[str, float]:
 
 
 def reduce_over_ranks(
-    micro_steps: list[MicroStepResult],
-    names: Sequence[str],
-    total: Callable[[Tensor | list[float]], Tensor | float],
-    total_at_first: Callable[[Tensor], Tensor],
-    over: Over = NOT_YET,
+    micro_steps: list[MicroStepResult], objective: Objective, role: str, over: Over = NOT_YET
 ) -> StepResult:
     """Average over the global batch, in sample order whatever the number of ranks. Collective.
 
     The engine's numbers, such as the learning rate, are not in the result yet.
 
     Args:
-        names: of the rows of loss_TB.
-        total, total_at_first: their weighted sum, of all terms and of those at the states of sigma_B.
+        role: of the network that learned from the losses.
         over: what is due by this rank's clock.
 
     Raises:
         RuntimeError: the ranks used different experts.
     """
-    expert, watched = micro_steps[-1].expert, list(micro_steps[0].watched)
+    expert, watched, names = micro_steps[-1].expert, list(micro_steps[0].watched), objective.weights(role)
     value_KN, sigma_N, ranks = _gathered(micro_steps, expert, over)
     means, terms = [value_N.double().mean().item() for value_N in value_KN], len(names)
     return StepResult(
-        loss=total(means[:terms]),
+        loss=objective.total(means[:terms], role),
         losses=dict(zip(names, means[:terms], strict=True)) if terms > 1 else {},
-        loss_by_sigma=by_sigma(total_at_first(value_KN[:terms]), sigma_N),
+        loss_by_sigma=by_sigma(objective.total_at_first(value_KN[:terms], role), sigma_N),
         watched=dict(zip(watched, means[terms:], strict=True)),
         expert=expert,
         ranks=ranks,

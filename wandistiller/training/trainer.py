@@ -21,8 +21,7 @@ from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.shutdown import Stopped
 from wandistiller.monitoring import memory_usage
-from wandistiller.monitoring.memory_snapshot import MemoryProfile
-from wandistiller.monitoring.memory_usage import within
+from wandistiller.monitoring.memory_usage import MemoryProfile, within
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher
 from wandistiller.training.interval import DRAWING, SAVING, Interval
@@ -138,9 +137,9 @@ class Trainer:
         if done >= len(roles):
             return
         begin_step(0)
-        progress = Progress("the critic's head start", len(roles) - done, "update")
+        progress = Progress(f"the {roles[done]}'s head start", len(roles) - done, "update")
         for number, role in enumerate(roles[done:], done):
-            result = self.update(self._by_role[role], number, 0)
+            result = self.update(self._by_role[role], number, 0)[role]
             self._warmed_up = number + 1
             progress.advance()
             if result.stop_requested or result.over.save:
@@ -157,26 +156,37 @@ class Trainer:
         begin_step(step + 1)
         first, of_roles = self.job.objective.first_update(step), {role: [] for role in self.learners}
         for number, update in enumerate(self.updates, first):
-            of_roles[update.role].append(self.update(update, number, step))
+            for role, result in self.update(update, number, step).items():
+                of_roles[role].append(result)
         for name, role in self.job.objective.others.items():
             if role.follows:
                 self.learners[name].follow(self.student, role.follows)
         (student,) = of_roles.pop(STUDENT)
         return replace(student, others={role: mean_of(results) for role, results in of_roles.items()})
 
-    def update(self, update: Update, number: int, step: int) -> StepResult:
-        """Make all micro-steps of one update, counted from 0 over the run, and so change the weights."""
+    def update(self, update: Update, number: int, step: int) -> dict[str, StepResult]:
+        """Make all micro-steps of one update, counted from 0 over the run, and so change the weights.
+
+        Return a result for each network that learned, by role.
+        """
         following = None if self._draws(step + 1) else number + len(self.updates)
         micro_steps = update.micro_steps(number, self.samples, following)
         set_activity(f"finishing step {step + 1}")
-        over = Over(self.saves.over(), self.draws.over())
-        learner = update.learner
-        result = reduce_over_ranks(micro_steps, update.names, update.total, update.total_at_first, over)
-        if not math.isfinite(result.loss) or learner.lost_update(result.expert):
+        over, objective = Over(self.saves.over(), self.draws.over()), self.job.objective
+        results = {
+            role: reduce_over_ranks([of_roles[role] for of_roles in micro_steps], objective, role, over)
+            for role in micro_steps[0]
+        }
+        if any(
+            not math.isfinite(r.loss) or self.learners[k].lost_update(r.expert) for k, r in results.items()
+        ):
             self.nonfinite.handle(step, update, number, micro_steps)
-        learner.advance_schedules(result.expert)  # they follow the run, not the expert's own updates
-        learner.update_ema(result.expert, step + 1)
-        return replace(result, **learner.state(result.expert))
+        for role, result in results.items():
+            learner = self.learners[role]
+            learner.advance_schedules(result.expert)  # they follow the run, not the expert's own updates
+            learner.update_ema(result.expert, step + 1)
+            results[role] = replace(result, **learner.state(result.expert))
+        return results
 
     def _read(self, update: int, micro: int) -> dict[str, State]:
         return self._by_role[self.job.objective.role_of(update)].read(update, micro)

@@ -1,4 +1,4 @@
-"""Updates of a step, each of one role's network: samples, forward and backward passes for its own loss."""
+"""Updates of a step, each for one role: samples, and forward and backward passes of all that learn in it."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from wandistiller.config.sweeps import rolled_out, swept
 from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.distributed.device import make_current, on_accelerator
 from wandistiller.network.sweep import block_by_block
-from wandistiller.objectives.script import TEACHER, Ask, Play, Question, played
+from wandistiller.objectives.script import TEACHER, Ask, Learn, Play, Question, Slope, played
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher, local_modules
 from wandistiller.training.step_result import READING, MicroStepResult
@@ -27,17 +27,18 @@ Reads = Callable[[int, int], dict[str, State]]
 """This rank's samples of an update and a micro-step by kind of states."""
 
 
-def propagate_nonfinite(loss: Tensor) -> Tensor:
-    """Return `loss`; if it is not finite, make its gradients non-finite too: every engine skips the step.
+def propagate_nonfinite(losses: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return `losses`, by role; if one is not finite, make the gradients of all non-finite too.
 
-    This holds on all ranks, whichever had the loss, and for a loss that overflowed in a square while its
-    gradient did not. It needs neither a collective nor a transfer from the device.
+    So every engine skips the step, on all ranks, whichever had the loss, and for a loss that overflowed in a
+    square while its gradient did not. It needs neither a collective nor a transfer from the device.
     """
-    return loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
+    are_finite = torch.stack([loss.detach().isfinite() for loss in losses.values()]).all()
+    return {role: loss * torch.where(are_finite, 1.0, math.nan) for role, loss in losses.items()}
 
 
 class Update:
-    """Updates of one role's network by the run's objective."""
+    """Updates of one role's network, and of those that learn with it, by the run's objective."""
 
     def __init__(
         self,
@@ -49,36 +50,29 @@ class Update:
     ):
         self.role, self.job, self.teacher = role, job, teacher
         self.objective = job.objective.for_student(job.stands_for)
-        self.learner, self.student = learners[role], learners[STUDENT]
+        self.learners, self.student = learners, learners[STUDENT]
         self._batches = batches
-        self._learners = learners
-        self.names = list(self.objective.weights(role))
-        """Of the rows of loss_TB."""
         self._worker = worker("teacher")
         self._begun: dict[int, Future[list[list[Play]]]] = {}
         """Scripts of a later update, which the teacher has answered, in the order of its micro-steps."""
-
-    def total(self, losses: Tensor | list[float]) -> Tensor | float:
-        """Return the loss of the network: the weighted sum over the rows of loss_TB."""
-        return self.objective.total(losses, self.role)
-
-    def total_at_first(self, losses: Tensor) -> Tensor:
-        """Return the part of `total` that belongs to the results' sigma."""
-        return self.objective.total_at_first(losses, self.role)
 
     def read(self, update: int, micro: int) -> dict[str, State]:
         """Return this rank's samples of a micro-step by kind of states."""
         return self.objective.draw(self.role, self._batches, update, micro)
 
-    def micro_steps(self, update: int, reads: Reads, following: int | None = None) -> list[MicroStepResult]:
+    def micro_steps(
+        self, update: int, reads: Reads, following: int | None = None
+    ) -> list[dict[str, MicroStepResult]]:
         """Make all forward and backward passes on this rank's samples of an update, counted from 0.
+
+        Return results by the role that learned; the order of roles is the same on all ranks.
 
         Args:
             following: the role's next update, if the teacher may already predict for it.
         """
         begun = self._begun_before(update)
         ahead = self._works_ahead and following is not None
-        self.learner.while_updating(partial(self._begin, following, reads) if ahead else None)
+        self.learners[self.role].while_updating(partial(self._begin, following, reads) if ahead else None)
         results = []
         for group in self._groups:
             results += self._learn(begun.pop(0) if begun else self._read(update, group, reads))
@@ -93,7 +87,7 @@ class Update:
         with activity(READING):
             return self._plays(update, group, reads)
 
-    def _learn(self, plays: list[Play]) -> list[MicroStepResult]:
+    def _learn(self, plays: list[Play]) -> list[dict[str, MicroStepResult]]:
         """Make the micro-steps of a group; nothing refers to their samples when the next ones are read."""
         with activity(PREDICTING):
             self._ask(plays, lambda ask: True)
@@ -119,7 +113,7 @@ class Update:
         Its noise is keyed and its weights are frozen, so that it does not depend on the student, unless it
         predicts at the student's samples. Ranks that share a sequence exchange parts of it in one order.
         """
-        if self.role != STUDENT or not self.objective.predicts_at_noised or self.objective.rolls_out(STUDENT):
+        if self.role != STUDENT or not self.objective.needs_teacher or self.objective.rolls_out(STUDENT):
             return False
         return self.student.ranks.degree == 1 and self.job.teacher.works_ahead(on_gpu=on_accelerator())
 
@@ -138,14 +132,14 @@ class Update:
         self._begun[update] = self._worker.submit(lambda: [*map(begin, groups)])
 
     def _ask(self, plays: list[Play], may: Callable[[Ask], bool]) -> None:
-        """Go on with scripts up to the pass that learns, as far as `may` is true of what they ask."""
+        """Go on with scripts up to a pass that learns, as far as `may` is true of what they ask."""
         while asking := [play for play in plays if play.asks and all(map(may, play.questions))]:
             outputs = self._outputs([play.questions for play in asking])
             for play, of_play in zip(asking, outputs, strict=True):
                 play.answer(of_play)
 
     def _preview(self, plays: list[Play]) -> list[list[list[Prediction]]]:
-        """Return outputs for what scripts ask after the pass that learns, by rounds, where they are known.
+        """Return predictions that scripts ask for between the first pass that learns and the next, by rounds.
 
         To know them early costs a forward pass of the student, and saves the teacher's weights a way to the
         device in each micro-step.
@@ -156,29 +150,41 @@ class Update:
         previews = [play.again() for play in plays]
         with torch.no_grad():
             # of all kinds of states at once, as in the pass that learns
-            predicted = self._together([partial(self._predict, preview) for preview in previews])
-        for preview, of_one in zip(previews, predicted, strict=True):
-            preview.answer(of_one)
-        while asking := [number for number, preview in enumerate(previews) if preview.asks]:
-            outputs = self._outputs([previews[number].questions for number in asking])
-            for number, of_one in zip(asking, outputs, strict=True):
-                known[number].append(of_one)
-                previews[number].answer(of_one)
+            first = self._together([partial(self._outputs, [preview.questions]) for preview in previews])
+        for preview, (outputs,) in zip(previews, first, strict=True):
+            preview.answer(outputs)
+        asking = [*zip(known, previews, strict=True)]
+        while asking := [
+            (of_one, preview) for of_one, preview in asking if _without_gradient(preview.questions)
+        ]:
+            rounds = self._outputs([_without_gradient(preview.questions) for _, preview in asking])
+            for (of_one, _), outputs in zip(asking, rounds, strict=True):
+                of_one.append(outputs)
+            asking = [(of_one, preview) for of_one, preview in asking if not preview.learns]
+            for of_one, preview in asking:
+                preview.answer(of_one[-1])
         return known
 
-    def _predict(self, play: Play) -> list[Prediction]:
-        """Make the pass that learns, one for all states that the script learns at."""
-        states = {number: question.state for number, question in enumerate(play.questions)}
-        return [*self.learner.predict(states).values()]
+    def _learned(self, questions: Sequence[Question]) -> dict[Question, Prediction]:
+        """Make the passes that learn, one of each role for all states that it learns at."""
+        outputs: dict[Question, Prediction] = {}
+        learns = [question for question in questions if isinstance(question, Learn)]
+        for role in dict.fromkeys(question.role for question in learns):
+            of_role = {number: q.state for number, q in enumerate(learns) if q.role == role}
+            made = self.learners[role].predict(of_role)
+            outputs |= {learns[number]: prediction for number, prediction in made.items()}
+        return outputs
 
-    def _outputs(self, rounds: Sequence[Sequence[Question]]) -> list[list[Any]]:
-        """Answer questions of several scripts; predictions are made together."""
-        asks = [question for of_script in rounds for question in of_script if isinstance(question, Ask)]
-        outputs = self._predictions(asks)
-        slopes = {
-            q: self._learners[q.role].slope for of_script in rounds for q in of_script if q not in outputs
-        }
-        outputs |= {question: slope(question.state, question.value) for question, slope in slopes.items()}
+    def _outputs(
+        self, rounds: Sequence[Sequence[Question]], known: dict[Question, Any] | None = None
+    ) -> list[list[Any]]:
+        """Answer questions of several scripts; predictions without gradient are made together."""
+        questions = [question for of_script in rounds for question in of_script]
+        outputs = dict(known or {})
+        outputs |= self._predictions([q for q in questions if isinstance(q, Ask) and q not in outputs])
+        for slope in (q for q in questions if isinstance(q, Slope) and q not in outputs):
+            outputs[slope] = self.learners[slope.role].slope(slope.state, slope.value)
+        outputs |= self._learned(questions)
         return [[outputs[question] for question in of_script] for of_script in rounds]
 
     @torch.no_grad()
@@ -189,7 +195,7 @@ class Update:
             alike = [ask for ask in asks if ask.role == TEACHER and ask.blocks == blocks]
             calls.append((alike, partial(self.teacher.predict_all, [ask.state for ask in alike], blocks)))
         for ask in (ask for ask in asks if ask.role != TEACHER):
-            calls.append(([ask], lambda ask=ask: [self._learners[ask.role].forward(ask.state)]))
+            calls.append(([ask], lambda ask=ask: [self.learners[ask.role].forward(ask.state)]))
         made = self._together([call for _, call in calls])
         return {
             ask: p
@@ -202,28 +208,44 @@ class Update:
         job = self.job
         if not (job.networks.share_base and job.teacher.sweeps) or job.student_engine.stage == 3:
             return [call() for call in calls]
-        blocks = [block for learner in self._learners.values() for block in learner.blocks]
+        blocks = [block for learner in self.learners.values() for block in learner.blocks]
         for network in local_modules(self.teacher):
             blocks += network.blocks
         return block_by_block(blocks, calls)
 
-    def _micro_step(self, play: Play, known: list[list[Prediction]]) -> MicroStepResult:
-        """Compute the loss and its gradients; on the last micro-step of an update the weights change.
+    def _micro_step(self, play: Play, known: list[list[Prediction]]) -> dict[str, MicroStepResult]:
+        """Compute the losses and their gradients; on the last micro-step of an update the weights change.
 
         Args:
-            known: outputs for what the script asks after the pass that learns, as far as they are known.
+            known: predictions without gradient after the first pass that learns, by rounds, if known.
         """
-        first = play.questions[0].state
+        first, rounds = {}, iter([[], *known])  # of the first round nothing is known
         with activity(f"the {self.role}'s forward pass"):
-            play.answer(self._predict(play))
             while play.questions:
-                play.answer(known.pop(0) if known else self._outputs([play.questions])[0])
-        rows_TB, numbers = play.loss.rows_TB, play.loss.numbers
-        with activity(f"the {self.role}'s backward pass"):
-            self.learner.backward(first.expert, propagate_nonfinite(self.total(rows_TB).mean()))
+                for question in play.questions:
+                    if isinstance(question, Learn):
+                        first.setdefault(question.role, question.state)
+                outputs = dict(zip(_without_gradient(play.questions), next(rounds, []), strict=False))
+                play.answer(self._outputs([play.questions], outputs)[0])
+        losses = {role: play.result[role] for role in reversed(first)}  # so activations are freed in turn
+        totals = {role: self.objective.total(loss.rows_TB, role).mean() for role, loss in losses.items()}
+        for role, loss in propagate_nonfinite(totals).items():
+            with activity(f"the {role}'s backward pass"):
+                self.learners[role].backward(first[role].expert, loss)
         with activity("the optimizer's step"):
-            self.learner.step(first.expert)
-        return MicroStepResult(rows_TB.detach(), first.sigma_B, first.expert, numbers)
+            for role in totals:
+                self.learners[role].step(first[role].expert)
+        return {
+            role: MicroStepResult(
+                loss.rows_TB.detach(), first[role].sigma_B, first[role].expert, loss.numbers
+            )
+            for role, loss in losses.items()
+        }
+
+
+def _without_gradient(questions: Sequence[Question]) -> list[Question]:
+    """Return those that no network learns by."""
+    return [question for question in questions if not isinstance(question, Learn)]
 
 
 def worker(name: str) -> ThreadPoolExecutor:

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -54,20 +55,26 @@ class Problem(str):
         return Problem, self.parts  # to other ranks
 
     @property
+    def text(self) -> str:
+        """The message without its place."""
+        return self.parts[0]
+
+    @property
     def where(self) -> str:
         return self.parts[1]
 
-    @property
-    def key(self) -> str:
-        return self.parts[2]
+    def placed(self, places: dict[str, str], otherwise: str) -> "Problem":
+        """Return the problem of a run's setting with its place instead of RECIPE.
 
-    def at(self, where: str) -> "Problem":
-        """Return the problem with another place."""
-        text, _, key, stage = self.parts
-        return Problem(text, where, key, stage)
+        Args:
+            places: of settings by their names.
+            otherwise: the place of all others.
+        """
+        text, where, key, stage = self.parts
+        setting = re.split(r"\W", key)[0]
+        return Problem(text, places.get(setting, otherwise), key, stage) if where == RECIPE else self
 
     def in_stage(self, stage: str) -> "Problem":
-        """Return the problem as one of a stage."""
         return Problem(*self.parts[:3], stage)
 
 
@@ -126,7 +133,6 @@ def nearest(word: object, known: Iterable[str]) -> str:
 
 
 def closest(word: object, known: Iterable[str]) -> str | None:
-    """Return the known word nearest to `word`, if one is near."""
     near = get_close_matches(word, list(known), n=1, cutoff=0.5) if isinstance(word, str) else []
     return near[0] if near else None
 
@@ -145,7 +151,24 @@ def readable(path: str | Path | None = None) -> Iterator[None]:
         raise ConfigError(f"{path or error.filename}: {why}") from None
 
 
+@contextmanager
+def collecting(problems: list[Problem]) -> Iterator[None]:
+    """Catch wrong input and add its messages to `problems`."""
+    try:
+        with readable():
+            yield
+    except ConfigError as error:
+        problems += error.problems
+
+
+ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+-]+):/")
+"""Beginning of an address; a Path has one slash of its two."""
+
+
 def folder_problems(key: str, folder: str | Path) -> list[str]:
+    if ADDRESS.match(str(folder)):
+        remedy = "Name a folder of this machine, such as runs/mine, and copy it there afterwards."
+        return [f"`{key}` is {folder}, which is an address. {remedy}"]
     try:
         path = Path(folder).absolute()
         above = next(p for p in (path, *path.parents) if os.path.lexists(p))

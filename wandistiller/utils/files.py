@@ -266,9 +266,7 @@ def in_its_place(raw: bytes) -> str | None:
     if raw.startswith(b"version https://git-lfs"):
         return "a Git LFS pointer, not the file that it stands for"
     if raw.lstrip(b"\xef\xbb\xbf \t\r\n")[:9].lower().startswith((b"<!doctype", b"<html", b"<?xml")):
-        return (
-            "a web page, as of a sign-in, an error, or a hub's /blob/ address where /resolve/ is the file's"
-        )
+        return "a web page, as of a sign-in, an error, or a hub's /blob/ address in place of /resolve/"
     return None
 
 

@@ -29,8 +29,8 @@ BT709 = 1
 """Of ITU-T H.273."""
 GAP = 6
 """Pixels between the tiles of a grid."""
-COLUMNS = 4
-"""Tiles of a grid beside each other."""
+COLUMNS = (4, 5, 3)
+"""Numbers of tiles beside each other, the best first; of these that which leaves the fewest places empty."""
 LABELLED = 33
 """40ths of a grid's width for its tiles; the other 7 are for the labels of its rows."""
 PAPER, INK = "#121212", "#e6e6e6"
@@ -88,12 +88,6 @@ def tile_size(height: int, width: int, columns: int, widest: int | None = None) 
     return max(1, round(height * most / width)), most
 
 
-def _labels(tile_w: int, columns: int) -> tuple[int, int]:
-    """Return the size of letters, a 40th of a grid's width, and the width of the labels before its rows."""
-    size = max(13, min(columns, COLUMNS) * (tile_w + GAP) // LABELLED)
-    return size, 7 * size
-
-
 def evenly(number: int, most: int) -> list[int]:
     """Return the places of `most` of `number` frames, spread evenly from the first to the last; or all."""
     shown = min(number, most)
@@ -108,20 +102,22 @@ def drawn(output: Path) -> list[Path]:
 
 
 def grid(
-    rows: dict[str, list[Tensor]], captions: list[str], widest: int | None = None, columns: int = COLUMNS
+    rows: dict[str, list[Tensor]], captions: list[str], widest: int | None = None, columns: int | None = None
 ) -> Image.Image:
     """Draw a labelled row per entry of `rows`, a captioned column per image_CHW in [0, 1] or of 8 bits.
 
-    After so many `columns` the others follow below, so that labels can be read where a screen is narrow.
+    After so many `columns`, one of COLUMNS by default, the others follow below, so that labels can be read
+    where a screen is narrow.
     """
-    height, width = next(iter(rows.values()))[0].shape[-2:]
-    tile_h, tile_w = tile_size(height, width, len(captions), widest)
-    size, left = _labels(tile_w, len(captions))
+    number, (height, width) = len(captions), next(iter(rows.values()))[0].shape[-2:]
+    tile_h, tile_w = tile_size(height, width, number, widest)
+    columns = min(columns or min(COLUMNS, key=lambda many: -number % many), number)
+    size = max(13, min(columns, max(COLUMNS)) * (tile_w + GAP) // LABELLED)  # a 40th of the width
+    left = 7 * size
     font, across, down, line = ImageFont.load_default(size), tile_w + GAP, tile_h + GAP, size + 3
     lines = [textwrap.wrap(c, max(10, round(1.8 * tile_w / size)))[:5] for c in captions]
     head = 12 + line * max(len(text) for text in lines)
-    band, columns = head + len(rows) * down, min(columns, len(captions))
-    bands = -(-len(captions) // columns)
+    band, bands = head + len(rows) * down, -(-number // columns)
     picture = Image.new("RGB", (left + columns * across, bands * band), PAPER)
     draw = ImageDraw.Draw(picture)
     for i, text in enumerate(lines):
@@ -140,7 +136,9 @@ def grid(
     return picture
 
 
-def save_grid(file: Path, rows: dict[str, list[Tensor]], captions: list[str], columns: int = COLUMNS) -> None:
+def save_grid(
+    file: Path, rows: dict[str, list[Tensor]], captions: list[str], columns: int | None = None
+) -> None:
     with atomic(file) as temporary:
         grid(rows, captions, columns=columns).save(temporary, format="PNG")
 

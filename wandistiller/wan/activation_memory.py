@@ -16,16 +16,10 @@ from wandistiller.engine.activation_checkpointing import SECTION, CheckpointPoli
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.utils.memoize import once_for_each
+from wandistiller.wan import transformer
 from wandistiller.wan.context_parallel import share_sequences
 from wandistiller.wan.structure import PARTS
 from wandistiller.wan.text_padding import TEXT_TOKENS
-from wandistiller.wan.transformer import (
-    blank_state,
-    meta_transformer,
-    parameter_dtype,
-    set_parameter,
-    velocity,
-)
 from wandistiller.wan.transformer_config import TransformerConfig
 
 BLOCK, TIME = "block", "time"
@@ -65,7 +59,6 @@ class Live(TorchDispatchMode):
 
 
 def storages(tensors: Any) -> list[torch.UntypedStorage]:
-    """Return the storage of each tensor in a nested structure."""
     return [t.untyped_storage() for t in tree_leaves(tensors) if isinstance(t, Tensor)]
 
 
@@ -204,7 +197,8 @@ def _saved(samples: int, config: TransformerConfig, dtype: torch.dtype, *shape: 
                 saved[name].add(t.untyped_storage())
             return t
 
-        block.register_forward_pre_hook(_own_copy)  # a later block's input, which is not part of a whole
+        # as a later block's input, which is not part of a whole
+        block.register_forward_pre_hook(lambda _, args: (args[0].clone(), *args[1:]))
         for name, module in modules.items():
             module.register_forward_pre_hook(lambda _, args, name=name: enter(name, args))
             module.register_forward_hook(lambda *_: inside.pop() and None)
@@ -225,7 +219,9 @@ def _peak(samples: int, config: TransformerConfig, dtype: torch.dtype, *shape: A
     Others run one after the other.
     """
     with FakeTensorMode(), torch.no_grad():
-        model, call = _transformer(samples, config, lambda name: parameter_dtype(name, dtype), *shape)
+        model, call = _transformer(
+            samples, config, lambda name: transformer.parameter_dtype(name, dtype), *shape
+        )
         waiting: list[int] = []
         with Live() as live:
             model.blocks[0].register_forward_pre_hook(lambda *_: waiting.append(live.now))
@@ -243,19 +239,15 @@ def _transformer(
     sharers: int,
 ) -> tuple[nn.Module, Callable[[], Tensor]]:
     """Make the transformer and a call of it, without memory, to be used in the same FakeTensorMode."""
-    model = meta_transformer(config)
+    model = transformer.meta_transformer(config)
     for name, p in list(model.named_parameters()):
-        set_parameter(model, name, torch.empty(p.shape, dtype=dtype_of(name)))
+        transformer.set_parameter(model, name, torch.empty(p.shape, dtype=dtype_of(name)))
     for module in model.modules():
         if accelerator and isinstance(module, nn.RMSNorm):
             module.forward = lambda x, weight=module.weight: _FusedNorm.apply(x, weight)
-    state = blank_state(config, latent, samples, text_tokens)
+    state = transformer.blank_state(config, latent, samples, text_tokens)
     share_sequences(model, ImaginedRanks(sharers))
-    return model, lambda: velocity(model, state)
-
-
-def _own_copy(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return inputs[0].clone(), *inputs[1:]
+    return model, lambda: transformer.velocity(model, state)
 
 
 class _FusedNorm(torch.autograd.Function):

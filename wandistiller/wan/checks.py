@@ -12,24 +12,11 @@ from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.utils.validation import of_type, value_problems, write
-from wandistiller.wan.components import (
-    TEXT_CLASSES,
-    PartConfig,
-    image_encoder_of,
-    load_tokenizer,
-    refused_keys,
-    states,
-    text_config,
-    text_encoder_of,
-    tokenize,
-    umt5_config,
-    vae_of,
-)
-from wandistiller.wan.damaged import cure, unfinished
+from wandistiller.wan import components
 from wandistiller.wan.schedulers import flow_problem, own_settings, scheduler_class
 from wandistiller.wan.transformer import meta_transformer
 from wandistiller.wan.transformer_config import NEEDED, TransformerConfig
-from wandistiller.wan.weight_reader import DIFFUSERS_STEM, WeightReader
+from wandistiller.wan.weight_reader import DIFFUSERS_STEM, WeightReader, cure, unfinished
 
 TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "WanPipeline", "WanImageToVideoPipeline"
 """diffusers' classes of the pipelines that can be distilled."""
@@ -51,15 +38,15 @@ TIED = "encoder.embed_tokens.weight"
 CLASSES = {
     "transformer": ("_class_name", ["WanTransformer3DModel"]),
     "vae": ("_class_name", ["AutoencoderKLWan"]),
-    "text_encoder": ("architectures", TEXT_CLASSES),
+    "text_encoder": ("architectures", components.TEXT_CLASSES),
 }
 """Part -> the key of its class in its config.json, and the classes that are loaded."""
 
 
-def part_problems(part: str, config: PartConfig) -> list[str]:
+def part_problems(part: str, config: components.PartConfig) -> list[str]:
     """List the reasons why a transformer, VAE or text encoder of Wan cannot be made of `config`."""
     numbers = NUMBERS | ({"patch_size": Patch} if part == "transformer" else {})
-    problems = value_problems(config.where, config.values, numbers) + refused_keys(
+    problems = value_problems(config.where, config.values, numbers) + components.refused_keys(
         config.where, config.values
     )
     key, classes = CLASSES[part]
@@ -70,37 +57,26 @@ def part_problems(part: str, config: PartConfig) -> list[str]:
     return problems or _unfit(part, config.where, config.values)
 
 
-def _call_transformer(values: dict[str, Any]) -> None:
-    config = TransformerConfig.of(values | {"num_layers": 1})
-    rows = (2, config.pos_embed_seq_len // 2) if config.pos_embed_seq_len else (1, 1)
-    image_BLD = torch.zeros(*rows, config.image_dim) if config.image_dim else None
-    x_t_BCFHW = torch.zeros(1, config.in_channels, *config.patch_size)
-    meta_transformer(config)(x_t_BCFHW, torch.zeros(1), torch.zeros(1, 1, config.text_dim), image_BLD)
-
-
-def _make_vae(values: dict[str, Any]) -> None:
-    vae_of(values)
-    torch.tensor([values["latents_mean"], values["latents_std"]]).view(2, values["z_dim"]).float()
-
-
-def _call_text_encoder(values: dict[str, Any]) -> None:
-    states(text_encoder_of(values | {"num_layers": 1}), torch.zeros(1, 2, dtype=torch.long), None)
-
-
-def _call_scheduler(values: dict[str, Any]) -> None:
-    scheduler, nothing = scheduler_class(values["_class_name"]).from_config(values), torch.zeros([1] * 5)
-    scheduler.set_timesteps(3)
-    for t in scheduler.timesteps:  # some settings are used from the second step on
-        scheduler.step(nothing, t, nothing)
-
-
-PARTS: dict[str, Callable[[dict[str, Any]], None]] = {
-    "transformer": _call_transformer,
-    "vae": _make_vae,
-    "text_encoder": _call_text_encoder,
-    "scheduler": _call_scheduler,
-}
-"""Part -> its construction and, where it is cheap, a call, both on the current default device."""
+def _try(part: str, values: dict[str, Any]) -> None:
+    """Make a part and, where it is cheap, call it, both on the current default device."""
+    if part == "transformer":
+        config = TransformerConfig.of(values | {"num_layers": 1})
+        rows = (2, config.pos_embed_seq_len // 2) if config.pos_embed_seq_len else (1, 1)
+        image_BLD = torch.zeros(*rows, config.image_dim) if config.image_dim else None
+        x_t_BCFHW = torch.zeros(1, config.in_channels, *config.patch_size)
+        meta_transformer(config)(x_t_BCFHW, torch.zeros(1), torch.zeros(1, 1, config.text_dim), image_BLD)
+    elif part == "vae":
+        components.vae_of(values)
+        torch.tensor([values["latents_mean"], values["latents_std"]]).view(2, values["z_dim"]).float()
+    elif part == "text_encoder":
+        components.states(
+            components.text_encoder_of(values | {"num_layers": 1}), torch.zeros(1, 2, dtype=torch.long), None
+        )
+    else:
+        scheduler, nothing = scheduler_class(values["_class_name"]).from_config(values), torch.zeros([1] * 5)
+        scheduler.set_timesteps(3)
+        for t in scheduler.timesteps:  # some settings are used from the second step on
+            scheduler.step(nothing, t, nothing)
 
 
 @once_for_each
@@ -108,7 +84,7 @@ def _unfit(part: str, where: str, values: dict[str, Any]) -> list[str]:
     """List the library's reason why a part cannot be made of these settings; it takes no memory."""
     try:
         with torch.device("cpu" if part == "scheduler" else "meta"), torch.no_grad():
-            PARTS[part](values)
+            _try(part, values)
     except Exception as error:  # of the libraries any
         why = str(error) or type(error).__name__
         return [f"{where}: it cannot be built from this: {why}. Fix it, or fetch this file again."]
@@ -116,7 +92,10 @@ def _unfit(part: str, where: str, values: dict[str, Any]) -> list[str]:
 
 
 def unequal_problems(
-    index: PartConfig, experts: list[PartConfig], vae: PartConfig, text: PartConfig | None
+    index: components.PartConfig,
+    experts: list[components.PartConfig],
+    vae: components.PartConfig,
+    text: components.PartConfig | None,
 ) -> list[str]:
     """List the sizes in which the parts of a pipeline do not fit together."""
     kind, first = index.values["_class_name"], experts[0].values
@@ -135,7 +114,7 @@ def unequal_problems(
     ]
 
 
-def scheduler_problems(config: PartConfig) -> list[str]:
+def scheduler_problems(config: components.PartConfig) -> list[str]:
     """List the reason why the scheduler cannot be made of `config`, or not be used."""
     if not scheduler_class(config.values.get("_class_name")):
         remedy = "Name a scheduler of diffusers: UniPCMultistepScheduler."
@@ -158,15 +137,15 @@ def component_problems(folder: Path, *, image: bool) -> list[str]:
     if (file := folder / "text_encoder" / "adapter_config.json").exists():  # peft would add it to the weights
         problems.append(f"{file}: Delete it; a text encoder is loaded without adapters.")
     makers: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
-        "vae": vae_of,
-        "text_encoder": text_encoder_of,
-    } | ({"image_encoder": image_encoder_of} if image else {})
+        "vae": components.vae_of,
+        "text_encoder": components.text_encoder_of,
+    } | ({"image_encoder": components.image_encoder_of} if image else {})
     files = [f"{part}/config.json" for part in makers] + ["image_processor/preprocessor_config.json"] * image
     if lacking := [name for name in files if not (folder / name).is_file()]:
         return problems + [f"{folder / name}: no such file. Give the whole pipeline." for name in lacking]
     for part, make in makers.items():
         values = read_json(folder / part / "config.json")
-        problems += refused_keys(folder / part / "config.json", values)
+        problems += components.refused_keys(folder / part / "config.json", values)
         with torch.device("meta"):
             model = make(values)
         problems += weight_problems(folder / part, model, DIFFUSERS_STEM if part == "vae" else "model")
@@ -183,15 +162,14 @@ def _loaded_tokenizer_problems(folder: Path) -> list[str]:
     if not files:
         return [f"{folder}: no tokenizer.json or spiece.model in it. Give the whole pipeline."]
     try:
-        tokens = tokenize(load_tokenizer(folder), "a red circle", padded=True)
+        tokens = components.tokenize(components.load_tokenizer(folder), "a red circle", padded=True)
     except Exception as error:  # tokenizers raises it bare
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         return [f"{folder}: it cannot be read: {why}. Fetch the folder again."]
-    vocabulary = umt5_config(text_config(folder.parent)).vocab_size
-    fits = int(tokens.input_ids.max()) < vocabulary
-    return (
-        [] if fits else [f"{folder}: it has more tokens than the text encoder, {vocabulary}. Give its own."]
-    )
+    vocabulary = components.umt5_config(components.text_config(folder.parent)).vocab_size
+    if int(tokens.input_ids.max()) < vocabulary:
+        return []
+    return [f"{folder}: it has more tokens than the text encoder, {vocabulary}. Give its own."]
 
 
 def weight_problems(folder: Path, model: nn.Module, stem: str = DIFFUSERS_STEM) -> list[str]:

@@ -59,21 +59,16 @@ def text_encoding(config: dict[str, Any], dtype: str, *, accelerator: bool) -> N
     return need._replace(weights=need.weights + more)
 
 
-def encoding(vae: Config, pixels: Shape, *, accelerator: bool, tiles: bool = False) -> Need:
-    """Memory of the VAE of this config to encode pixels_BCFHW of this shape, whole or in tiles."""
-    return _coding_of_batch(vae, "encoder", pixels, accelerator, tiles)
+def coding(call: str, config: Config, shape: Shape, *, accelerator: bool, tiles: bool = False) -> Need:
+    """Memory of a call of the VAE, whole or in tiles; of a batch it takes one sample at a time.
 
-
-def decoding(vae: Config, latents: Shape, *, accelerator: bool, tiles: bool = False) -> Need:
-    """Memory of the VAE of this config to decode latents_BCFHW of this shape, whole or in tiles."""
-    return _coding_of_batch(vae, "decoder", latents, accelerator, tiles)
-
-
-def _coding_of_batch(config: Config, part: str, shape: Shape, accelerator: bool, tiles: bool) -> Need:
-    """Memory of a call that takes one sample of a batch at a time, as `load_vae` sets it."""
-    batch, one = shape[0], (1, *shape[1:])
-    weights, work = (_in_tiles if tiles else _coding)(config, part, one, accelerator)
-    given, made = 4 * math.prod(one), _result(config, part, one)
+    Args:
+        call: `encode` or `decode`.
+        shape: of its input, pixels_BCFHW or latents_BCFHW.
+    """
+    batch, sample, part = shape[0], (1, *shape[1:]), f"{call}r"
+    weights, work = (_in_tiles if tiles else _coding)(config, part, sample, accelerator)
+    given, made = 4 * math.prod(sample), _result(config, part, sample)
     work = max(work + (batch - 1) * (given + made), batch * (given + JOINED * made))
     on_cpu = int(ON_CPU * work) + (TILES_ON_CPU if tiles else 0)
     return Need(weights, work if accelerator else on_cpu)

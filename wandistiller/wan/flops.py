@@ -46,11 +46,6 @@ class Flops(NamedTuple):
         return self.parts[policy.checkpoint] / self.parts["blocks"] / policy.checkpoint_every
 
 
-def forward_flops(config: TransformerConfig, latent: Latent) -> int:
-    """Return the operations of a forward pass over one sample."""
-    return count_flops(config, latent).forward
-
-
 @once_for_each
 def count_flops(config: TransformerConfig, latent: Latent) -> Flops:
     """Count the operations of a forward pass over one sample; one block is traced for all."""

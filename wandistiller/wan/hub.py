@@ -5,15 +5,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HFValidationError,
-    HTTPError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import constants, errors, snapshot_download
 from huggingface_hub.utils import tqdm
 
 from wandistiller.utils.errors import ConfigError
@@ -60,7 +52,7 @@ def fetch(hub_id: str, revision: str, files: list[str]) -> Path:
         snapshot = Path(snapshot_download(hub_id, **wanted, tqdm_class=_Arrived))
         set_activity(before)
         return snapshot
-    except (HTTPError, HFValidationError, OSError) as error:
+    except (errors.HTTPError, errors.HFValidationError, OSError) as error:
         raise ConfigError(
             f"{hub_id}: no such folder here, and {_why_not(error, hub_id, revision, files)}"
         ) from None
@@ -72,7 +64,7 @@ def bytes_to_fetch(hub_id: str, revision: str) -> int | None:
         files = snapshot_download(
             hub_id, revision=revision, allow_patterns=CONFIG_FILES + WEIGHT_FILES, dry_run=True
         )
-    except (HTTPError, OSError):
+    except (errors.HTTPError, OSError):
         return None
     return sum(file.file_size or 0 for file in files if file.will_download)
 
@@ -100,21 +92,18 @@ def fetch_elsewhere(hub_id: str, revision: str, weights: bool) -> str:
 def _why_not(error: Exception, hub_id: str, revision: str, files: list[str]) -> str:
     """The meaning of the hub's error, and the remedy."""
     endpoint = constants.ENDPOINT
-    if isinstance(error, LocalEntryNotFoundError):
+    if isinstance(error, errors.LocalEntryNotFoundError):
         offline = "this machine is offline (HF_HUB_OFFLINE)"
         cause = offline if constants.HF_HUB_OFFLINE else f"{endpoint} cannot be reached"
         lacking = f"revision `{revision}` of that hub id is not in {constants.HF_HUB_CACHE}"
         elsewhere = fetch_elsewhere(hub_id, revision, weights=files != CONFIG_FILES)
         return f"{lacking}, and {cause}. {elsewhere}"
-    if isinstance(error, GatedRepoError):
-        return (
-            f"that hub id is gated. Accept its terms at {endpoint}/{hub_id} and put your token into HF_TOKEN."
-        )
-    if isinstance(error, RepositoryNotFoundError):
-        return (
-            "there is no such hub id, or it is private. Fix the name, or put a token that may read it into "
-            "HF_TOKEN."
-        )
-    if isinstance(error, RevisionNotFoundError):
+    if isinstance(error, errors.GatedRepoError):
+        terms = f"Accept its terms at {endpoint}/{hub_id}"
+        return f"that hub id is gated. {terms} and put your token into HF_TOKEN."
+    if isinstance(error, errors.RepositoryNotFoundError):
+        remedy = "Fix the name, or put a token that may read it into HF_TOKEN."
+        return f"there is no such hub id, or it is private. {remedy}"
+    if isinstance(error, errors.RevisionNotFoundError):
         return f"that hub id has no revision `{revision}`. Give one of its branches, tags or commits."
     return f"the hub refused it: {(str(error).strip() or type(error).__name__).splitlines()[0]}"

@@ -15,17 +15,8 @@ from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import amount
+from wandistiller.wan import components
 from wandistiller.wan.added_lora import add_changes, added_changes
-from wandistiller.wan.components import (
-    decoded,
-    encoded,
-    load_tokenizer,
-    states,
-    text_encoder_of,
-    tokenize,
-    umt5_config,
-    unused,
-)
 from wandistiller.wan.pipeline import WanFolder
 from wandistiller.wan.schedulers import scheduler_class
 from wandistiller.wan.text_padding import TEXT_TOKENS
@@ -38,15 +29,15 @@ Pipeline = WanPipeline | WanImageToVideoPipeline
 """The stock pipelines of all Wans here."""
 
 
-def load_text_encoder(folder: Path, dtype: torch.dtype, **more: Any) -> UMT5EncoderModel:
+def load_text_encoder(folder: Path, dtype: torch.dtype, **options: Any) -> UMT5EncoderModel:
     """Load the text encoder in `folder` from its safetensors, with further arguments of `from_pretrained`.
 
     Raises:
         ConfigError: weights that cannot be right.
     """
-    config = umt5_config(read_json(folder / "config.json"))
-    more |= {"config": config, "use_safetensors": True, "trust_remote_code": False}
-    model = UMT5EncoderModel.from_pretrained(folder, dtype=dtype, **more).eval()
+    config = components.umt5_config(read_json(folder / "config.json"))
+    options |= {"config": config, "use_safetensors": True, "trust_remote_code": False}
+    model = UMT5EncoderModel.from_pretrained(folder, dtype=dtype, **options).eval()
     require_sound(model, folder)
     return model
 
@@ -84,11 +75,11 @@ def load_pipeline(wan: WanFolder, dtype: torch.dtype) -> Pipeline:
     """
     folder, added, index = wan.path, wan.added, read_json(wan.path / "model_index.json")
     config = read_json(folder / "scheduler" / "scheduler_config.json")
-    given = {"dtype": dtype, "use_safetensors": True}
+    options = {"dtype": dtype, "use_safetensors": True}
     experts = {
-        part: WanTransformer3DModel.from_pretrained(folder / part, **given).eval()
+        part: WanTransformer3DModel.from_pretrained(folder / part, **options).eval()
         for part in ("transformer", "transformer_2")
-        if not unused(index.get(part)) and Expert(part) in wan.configs
+        if not components.unused(index.get(part)) and Expert(part) in wan.configs
     }
     for part, network in experts.items() if added else ():
         add_changes(network, added_changes(added, wan.configs[Expert(part)], Expert(part)))
@@ -99,7 +90,7 @@ def load_pipeline(wan: WanFolder, dtype: torch.dtype) -> Pipeline:
         image["image_encoder"] = load_image_encoder(folder / "image_encoder")
         image["image_processor"] = CLIPImageProcessor.from_pretrained(folder / "image_processor")
     return (WanImageToVideoPipeline if wan.config.takes_image else WanPipeline)(
-        tokenizer=load_tokenizer(folder / "tokenizer"),
+        tokenizer=components.load_tokenizer(folder / "tokenizer"),
         text_encoder=load_text_encoder(folder / "text_encoder", dtype),
         vae=load_vae(folder / "vae"),
         scheduler=scheduler_class(config["_class_name"]).from_config(config),
@@ -125,7 +116,7 @@ def offload_kwargs(
         ConfigError: accelerate is needed and not installed.
     """
     with torch.device("meta"):
-        model = text_encoder_of(read_json(folder / "config.json"), dtype)
+        model = components.text_encoder_of(read_json(folder / "config.json"), dtype)
     whole, block = (sum(p.nbytes for p in part.parameters()) for part in (model, model.encoder.block[0]))
     if whole <= room:
         return {}
@@ -151,7 +142,7 @@ class Encoder:
         self._where, tokenizer = folder / "text_encoder", folder / "tokenizer"
         self._device = CPU if offload_kwargs else device  # accelerate's hooks bring tokens where they go
         try:
-            self._tokenizer = load_tokenizer(tokenizer)
+            self._tokenizer = components.load_tokenizer(tokenizer)
         except Exception as error:  # tokenizers raises it bare
             message = f"{tokenizer}: it cannot be read: {error}. Fetch the folder again."
             raise ConfigError(message) from None
@@ -167,10 +158,12 @@ class Encoder:
 
         They do not attend to the padding that WanPipeline adds, so they are encoded without it.
         """
-        tokens = tokenize(self._tokenizer, prompt).to(self._device)
+        tokens = components.tokenize(self._tokenizer, prompt).to(self._device)
         if tokens.input_ids.shape[1] == TEXT_TOKENS and len(self._tokenizer(prompt).input_ids) > TEXT_TOKENS:
             self.cut.append(prompt)
-        text_LD = states(self._model, tokens.input_ids, tokens.attention_mask)[0].cpu().contiguous()
+        text_LD = (
+            components.states(self._model, tokens.input_ids, tokens.attention_mask)[0].cpu().contiguous()
+        )
         require_finite(text_LD, self._where)
         return text_LD
 
@@ -211,11 +204,11 @@ class Vae:
     @torch.no_grad()
     def encode(self, pixels_BCFHW: Tensor) -> Tensor:
         """Encode pixels in [-1, 1]: x0_BCFHW = (z - latents_mean) / latents_std, z the posterior's mode."""
-        z_BCFHW = encoded(self._vae, pixels_BCFHW)
+        z_BCFHW = components.encoded(self._vae, pixels_BCFHW)
         require_finite(z_BCFHW, self._where)
         return (z_BCFHW - self._mean_C111) / self._std_C111
 
     @torch.no_grad()
     def decode(self, x0_BCFHW: Tensor) -> Tensor:
         """Decode normalised latents to pixels_BCFHW in [0, 1]."""
-        return decoded(self._vae, x0_BCFHW * self._std_C111 + self._mean_C111)
+        return components.decoded(self._vae, x0_BCFHW * self._std_C111 + self._mean_C111)

@@ -11,11 +11,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from wandistiller.experts import Expert
-from wandistiller.utils.errors import ConfigError, Place
+from wandistiller.utils.errors import ADDRESS, ConfigError, Place
 from wandistiller.utils.files import read_json
-from wandistiller.wan.damaged import unfinished
 from wandistiller.wan.lora_files import experts_in
-from wandistiller.wan.weight_reader import DIFFUSERS_STEM
+from wandistiller.wan.weight_reader import DIFFUSERS_STEM, unfinished
 
 FILES = {
     Expert.HIGH_NOISE: "pytorch_lora_weights.safetensors",
@@ -30,7 +29,6 @@ SIDES = (*(expert.key for expert in Expert), BOTH)
 """What a user writes for the expert of a file: before it and a `=`, or as the key of an object."""
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 """A word of a name, between other signs or from one capital to the next."""
-ADDRESS = re.compile(r"[a-z]+:/")
 OF_RUNS = ("resolved/run.json", "run_state.json")
 """Files in the folder of a run, or of a checkpoint."""
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")

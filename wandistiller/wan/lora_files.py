@@ -14,11 +14,11 @@ from torch import Tensor
 from wandistiller.experts import Expert
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import file_fingerprint, read_json
-from wandistiller.wan.damaged import cure
 from wandistiller.wan.lora_keys import ALPHA, DIFFERENCE, KEY, A, B, is_of_low_noise, lora_key, other_method
 from wandistiller.wan.structure import split_name
 from wandistiller.wan.transformer import shapes
 from wandistiller.wan.transformer_config import TransformerConfig
+from wandistiller.wan.weight_reader import cure
 
 SETTINGS = "lora_adapter_metadata"
 """Where diffusers keeps peft's settings in a file's metadata."""
@@ -183,8 +183,10 @@ def _change(file: Path, keys: dict[str, str], parts: dict[str, Tensor]) -> LowRa
         if part != ALPHA and (value.ndim != 2 or 0 in value.shape):
             text = f"`{keys[part]}` is {list(value.shape)}, and a linear layer's is a matrix"
             raise ConfigError(f"{file}: {text}. Give a LoRA of linear layers.")
-    if DIFFERENCE in parts:
-        return _as_product(parts[DIFFERENCE])
+    if (difference := parts.get(DIFFERENCE)) is not None:  # as B A with the smallest rank that holds any
+        outputs, inputs = difference.shape
+        one = torch.eye(min(outputs, inputs), device=difference.device)
+        return LowRank(difference, one) if outputs < inputs else LowRank(one, difference)
     a, b = parts[A], parts[B]
     if len(a) != b.shape[1]:
         text = f"`{keys[A]}` is {list(a.shape)} and `{keys[B]}` {list(b.shape)}"
@@ -194,13 +196,6 @@ def _change(file: Path, keys: dict[str, str], parts: dict[str, Tensor]) -> LowRa
     if alpha.numel() != 1:
         raise ConfigError(f"{file}: `{keys[ALPHA]}` is no number. Fetch the file again.")
     return LowRank(a, b * (alpha.item() / len(a)))
-
-
-def _as_product(difference: Tensor) -> LowRank:
-    """Return a difference of a weight, [out, in], as B A with the smallest rank that holds any."""
-    outputs, inputs = difference.shape
-    one = torch.eye(min(outputs, inputs), device=difference.device)
-    return LowRank(difference, one) if outputs < inputs else LowRank(one, difference)
 
 
 def _settings(file: Path, metadata: dict[str, str], keys: list[str], expert: Expert) -> dict[str, Any]:

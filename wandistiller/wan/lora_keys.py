@@ -14,14 +14,14 @@ PREFIX = re.compile(
 )
 """What stands before a layer's name: peft; diffusers, DiffSynth, kohya and VideoX-Fun, LyCORIS, ComfyUI."""
 A, B, ALPHA, DIFFERENCE = "a", "b", "alpha", "difference"
-PARTS = {
+ENDINGS = {
     A: r"(?:lora_A(?:\.[^.]+)?|lora[._]down)\.weight",
     B: r"(?:lora_B(?:\.[^.]+)?|lora[._]up)\.weight",
     ALPHA: "alpha",
     DIFFERENCE: "diff",
 }
 """Parts of a layer's change, and their endings; peft has its adapter's name in them."""
-KEY = re.compile(rf"(?P<layer>.+)\.(?:{'|'.join(f'(?P<{part}>{end})' for part, end in PARTS.items())})")
+KEY = re.compile(rf"(?P<layer>.+)\.(?:{'|'.join(f'(?P<{part}>{end})' for part, end in ENDINGS.items())})")
 OTHER_METHODS = {
     "DoRA": re.compile("dora_scale|lora_magnitude_vector"),
     "LoKr": re.compile("lokr_"),
@@ -68,23 +68,18 @@ class LoraKey(NamedTuple):
     layer: str
     """A linear layer by diffusers' name; empty: it is none of a Wan transformer's."""
     part: str
-    """Of `PARTS`; empty: unknown."""
+    """Of `ENDINGS`; empty: unknown."""
 
 
 def lora_key(key: str) -> LoraKey:
-    """Return what a key is of."""
     if not (found := KEY.fullmatch(key)):
         return LoraKey("", "")
-    return LoraKey(_layer(found["layer"]), found.lastgroup)
-
-
-def _layer(name: str) -> str:
-    """Return diffusers' name of a linear layer; empty if it is none."""
+    name = found["layer"]
     name = name[PREFIX.match(name).end() :]
-    if not (block := IN_BLOCK.match(name)):
-        return LAYERS.get(name.replace(".", "_"), "")
-    layer = LAYERS.get((FIRST + name[block.end() :]).replace(".", "_"), "")
-    return layer.replace(FIRST, in_block(int(block[1])) + ".", 1)
+    if block := IN_BLOCK.match(name):
+        layer = LAYERS.get((FIRST + name[block.end() :]).replace(".", "_"), "")
+        return LoraKey(layer.replace(FIRST, in_block(int(block[1])) + ".", 1), found.lastgroup)
+    return LoraKey(LAYERS.get(name.replace(".", "_"), ""), found.lastgroup)
 
 
 def is_of_low_noise(key: str) -> bool:
@@ -99,11 +94,7 @@ def other_method(key: str) -> str:
 
 def left_out_words(keys: list[str]) -> str:
     """Say that keys of a file are left out, and how many of which kind."""
-    kinds = Counter(
-        next((kind for kind, has in KINDS.items() if re.search(has, key)), "others") for key in keys
-    )
-    listed = ", ".join(f"{kind} {number}" for kind, number in sorted(kinds.items()))
-    return (
-        f"{len(keys)} of its keys change no weight of a linear layer that is here and are left out, such as "
-        f"{keys[0]} ({listed})"
-    )
+    kinds = (next((kind for kind, has in KINDS.items() if re.search(has, key)), "others") for key in keys)
+    listed = ", ".join(f"{kind} {number}" for kind, number in sorted(Counter(kinds).items()))
+    text = f"{len(keys)} of its keys change no weight of a linear layer that is here and are left out"
+    return f"{text}, such as {keys[0]} ({listed})"

@@ -5,40 +5,22 @@ import re
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
 from huggingface_hub import constants
 
 from wandistiller.experts import Expert
-from wandistiller.utils.errors import ConfigError, Place, problem, readable
+from wandistiller.utils.errors import ADDRESS, ConfigError, Place, problem, readable
 from wandistiller.utils.files import digest, fingerprint, read_json
+from wandistiller.wan import checks, components
 from wandistiller.wan.added_lora import AddedLora, MergingReader, added_changes, added_problems
-from wandistiller.wan.checks import (
-    IMAGE_TO_VIDEO,
-    TEXT_TO_VIDEO,
-    UNSUPPORTED,
-    component_problems,
-    part_problems,
-    scheduler_problems,
-    unequal_problems,
-    weight_problems,
-)
-from wandistiller.wan.components import (
-    IMAGE_PARTS,
-    PartConfig,
-    filled,
-    index_problems,
-    text_config,
-    tokenizer_problems,
-)
-from wandistiller.wan.damaged import unfinished
 from wandistiller.wan.defaults import EMBEDDED, EMBEDDED_VIDEO, WAN21, WAN22, WAN22_IMAGE, Usual
 from wandistiller.wan.hub import CONFIG_FILES, WEIGHT_FILES, fetch, fetch_elsewhere
 from wandistiller.wan.schedulers import own_settings, shift_key
 from wandistiller.wan.transformer import meta_transformer
 from wandistiller.wan.transformer_config import TransformerConfig
-from wandistiller.wan.weight_reader import WeightReader
+from wandistiller.wan.weight_reader import WeightReader, unfinished
 
 _EMBEDDED = Path(__file__).parent.parent / "tiny"
 FOLDERS = {"tiny": "pipeline", "tiny-video": "video_pipeline", "tiny-i2v": "image_pipeline"}
@@ -188,9 +170,9 @@ def require_weights(folder: WanFolder) -> None:
     problems = [f"{folder.name}: no .safetensors file in {part}/. {remedy}" for part in empty]
     for expert, config in folder.configs.items():
         if expert.value not in empty:
-            problems += weight_problems(folder.path / expert.value, meta_transformer(config))
+            problems += checks.weight_problems(folder.path / expert.value, meta_transformer(config))
     if not {"vae", "text_encoder"} & {*empty}:
-        problems += component_problems(folder.path, image=bool(folder.config.image_dim))
+        problems += checks.component_problems(folder.path, image=bool(folder.config.image_dim))
     if problems:
         raise ConfigError(*problems)
 
@@ -206,6 +188,9 @@ def open_wan(name: str, weights: bool = False, revision: str | None = None) -> W
         ConfigError: there is no such folder, or it is not a Wan pipeline that can be distilled.
     """
     path, commit = TINY.get(name, Path(name)), None
+    if ADDRESS.match(name):
+        hub_id = "/".join(PurePosixPath(name).parts[2:4])
+        raise ConfigError(f"{name}: is an address. Give the hub id, such as {hub_id}, or a folder here.")
     if not path.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
         path = fetch(name, revision or "main", CONFIG_FILES + WEIGHT_FILES if weights else CONFIG_FILES)
         commit = path.name
@@ -217,11 +202,10 @@ def open_wan(name: str, weights: bool = False, revision: str | None = None) -> W
     if problems := unfinished(path, [file for file in CONFIG_FILES if file != "README.md"]):
         raise ConfigError(*problems)
     index = _read(path, name, "model_index.json")
-    if index.values.get("_class_name") not in (TEXT_TO_VIDEO, IMAGE_TO_VIDEO):
-        remedy = (
-            f"Give a diffusers Wan of text-to-video ({TEXT_TO_VIDEO}) or image-to-video ({IMAGE_TO_VIDEO})."
-        )
-        raise ConfigError(index.problem("_class_name", f"{remedy} {UNSUPPORTED}"))
+    if index.values.get("_class_name") not in (checks.TEXT_TO_VIDEO, checks.IMAGE_TO_VIDEO):
+        both = f"text-to-video ({checks.TEXT_TO_VIDEO}) or image-to-video ({checks.IMAGE_TO_VIDEO})"
+        remedy = f"Give a diffusers Wan of {both}."
+        raise ConfigError(index.problem("_class_name", f"{remedy} {checks.UNSUPPORTED}"))
     # boundary_ratio alone proves nothing: a converted Wan2.1 can carry it without a second transformer
     experts = [e for e in Expert if (path / e.value / "config.json").is_file()]
     if Expert.HIGH_NOISE not in experts:
@@ -231,26 +215,26 @@ def open_wan(name: str, weights: bool = False, revision: str | None = None) -> W
     scheduler = _read(path, name, "scheduler/scheduler_config.json")
     boundary = index.values.get("boundary_ratio") if len(experts) == 2 else None
     image = bool(configs[Expert.HIGH_NOISE].values.get("image_dim"))
-    parts = [*(e.value for e in experts), *(IMAGE_PARTS if image else ())]
-    problems = index_problems(index, parts, scheduler.values.get("_class_name"))
-    problems += [p for config in configs.values() for p in part_problems("transformer", config)]
-    problems += part_problems("vae", vae) + scheduler_problems(scheduler)
+    parts = [*(e.value for e in experts), *(components.IMAGE_PARTS if image else ())]
+    problems = components.index_problems(index, parts, scheduler.values.get("_class_name"))
+    problems += [p for config in configs.values() for p in checks.part_problems("transformer", config)]
+    problems += checks.part_problems("vae", vae) + checks.scheduler_problems(scheduler)
     text = None
     if (path / "text_encoder" / "config.json").is_file():
-        text = PartConfig(f"{name}/text_encoder/config.json", text_config(path))
-        problems += part_problems("text_encoder", text)
-    problems += tokenizer_problems(f"{name}/tokenizer", path / "tokenizer")
+        text = components.PartConfig(f"{name}/text_encoder/config.json", components.text_config(path))
+        problems += checks.part_problems("text_encoder", text)
+    problems += components.tokenizer_problems(f"{name}/tokenizer", path / "tokenizer")
     if len(experts) == 2 and not (isinstance(boundary, float) and 0 < boundary < 1):
         remedy = "It has two experts; write where they meet (Wan2.2 A14B: 0.875)."
         problems.append(index.problem("boundary_ratio", remedy))
-    if problems := problems or unequal_problems(index, [*configs.values()], vae, text):
+    if problems := problems or checks.unequal_problems(index, [*configs.values()], vae, text):
         raise ConfigError(*problems)
     shift = own_settings(scheduler.values)[shift_key(scheduler.values)]
-    expands = bool(index.values.get("expand_timesteps"))
+    expands_time = bool(index.values.get("expand_timesteps"))
     transformers = {expert: TransformerConfig.of(config.values) for expert, config in configs.items()}
-    more = {"revision": commit, "expands_time": expands}
-    folder = WanFolder(path, name, transformers, boundary, float(shift), vae.values, **more)
-    return folder.with_first_frames() if index.values["_class_name"] == IMAGE_TO_VIDEO else folder
+    described = path, name, transformers, boundary, float(shift), vae.values
+    folder = WanFolder(*described, revision=commit, expands_time=expands_time)
+    return folder.with_first_frames() if index.values["_class_name"] == checks.IMAGE_TO_VIDEO else folder
 
 
 def with_loras(folder: WanFolder, added: list[AddedLora]) -> WanFolder:
@@ -279,24 +263,22 @@ def run_problem(path: Path, name: str) -> str | None:
         return f"{name}: is the folder of a run. Give its student: {inside}."
     if (path / "resolved" / "run.json").is_file() or (path / "run_state.json").is_file():
         words = shlex.join(["wandistiller", "export", "--checkpoint", name, "--output", "students/mine"])
-        return (
-            f"{name}: is a run or a checkpoint, not a pipeline. Export its student and give that: `{words}`."
-        )
+        remedy = f"Export its student and give that: `{words}`."
+        return f"{name}: is a run or a checkpoint, not a pipeline. {remedy}"
     return None
 
 
-def _read(folder: Path, name: str, file: str) -> PartConfig:
+def _read(folder: Path, name: str, file: str) -> components.PartConfig:
     """Read a file of the pipeline, with the values of keys that are needed and that it may lack."""
     if not (folder / file).is_file():
         remedy = "Give a complete diffusers Wan pipeline folder, a hub id, or `tiny`."
         raise ConfigError(f"{name}: no file {folder / file}. {remedy}")
     values, part = read_json(folder / file), file.partition("/")[0]
     is_network = part.startswith(("vae", "transformer"))
-    return PartConfig(f"{name}/{file}", filled(part, values) if is_network else values)
+    return components.PartConfig(f"{name}/{file}", components.filled(part, values) if is_network else values)
 
 
 def usual_for(folder: WanFolder) -> Usual:
-    """Return the usual sampling settings of the teacher in `folder`."""
     if folder.is_tiny:
         return EMBEDDED if folder.path == TINY["tiny"] else EMBEDDED_VIDEO
     if folder.boundary is None:

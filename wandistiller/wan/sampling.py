@@ -15,7 +15,7 @@ from wandistiller.flow import EULER, RENOISE, TRAIN_TIMESTEPS, FewSteps
 from wandistiller.utils.logging import heartbeat
 from wandistiller.wan.components import known_config
 from wandistiller.wan.pipeline import WanFolder
-from wandistiller.wan.schedulers import draws_noise, scheduler_class, with_shift
+from wandistiller.wan.schedulers import draws_noise, scheduler_class, shift_key
 
 AT_BOUNDARY = 0.003
 """A noise level as near to the boundary belongs to the low-noise expert: rounding moves levels by 0.002."""
@@ -23,7 +23,8 @@ AT_BOUNDARY = 0.003
 
 def pipeline_config(folder: WanFolder, shift: float) -> dict[str, Any]:
     """Return the pipeline's own scheduler_config.json with another shift."""
-    return with_shift(known_config(folder.path / "scheduler" / "scheduler_config.json"), shift)
+    config = known_config(folder.path / "scheduler" / "scheduler_config.json")
+    return config | {shift_key(config): shift}
 
 
 def pipeline_scheduler(folder: WanFolder, shift: float) -> SchedulerMixin:

@@ -34,11 +34,6 @@ def shift_key(config: dict[str, Any]) -> str | None:
     return next((key for key in ("flow_shift", "shift") if key in own), None)
 
 
-def with_shift(config: dict[str, Any], shift: float) -> dict[str, Any]:
-    """Return a scheduler_config.json with another shift, under the class's own key."""
-    return config | {shift_key(config): shift}
-
-
 def draws_noise(config: dict[str, Any]) -> bool:
     """Return whether a flow's scheduler adds noise of torch's own generator in a step."""
     scheduler, nothing = scheduler_class(config["_class_name"]).from_config(config), torch.zeros([1] * 5)
@@ -59,8 +54,7 @@ def flow_problem(config: dict[str, Any]) -> tuple[str, str] | None:
     scheduler.set_timesteps(3)
     first, last = (getattr(scheduler, "sigmas", [0.0, 0.0])[i] for i in (0, -1))
     if not (0.9 < first < 1 + ROUNDING and 0 <= last < 0.05 and shift_key(config)):
-        remedy = (
-            "It has not the noise levels of a flow, from 1 to 0, with a shift. Write UniPCMultistepScheduler"
-        )
-        return "_class_name", f'{remedy}, "use_flow_sigmas": true and "prediction_type": "{FLOW}".'
+        remedy = f'UniPCMultistepScheduler, "use_flow_sigmas": true and "prediction_type": "{FLOW}".'
+        text = "It has not the noise levels of a flow, from 1 to 0, with a shift. Write"
+        return "_class_name", f"{text} {remedy}"
     return None

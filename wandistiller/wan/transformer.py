@@ -137,13 +137,16 @@ def velocity(model: nn.Module, state: State, call: Callable[..., Any] | None = N
     """
     dtype, given = model.patch_embedding.weight.dtype, state.conditioning
     inputs = [given.with_given(state.x_t_BCFHW), given.joined_BCFHW]
-    image_BLD = _image_states(model, given)
-    more = {} if image_BLD is None else {"encoder_hidden_states_image": image_BLD.to(dtype)}
+    image: dict[str, Tensor] = {}
+    if (image_BLD := given.image_BLD) is not None:
+        if model.config.pos_embed_seq_len:  # diffusers takes those of two frames one after the other
+            image_BLD = image_BLD.unflatten(1, (2, -1)).flatten(0, 1)
+        image["encoder_hidden_states_image"] = image_BLD.to(dtype)
     v_BCFHW = (call or model)(
         hidden_states=torch.cat([x_BCFHW.to(dtype) for x_BCFHW in inputs if x_BCFHW is not None], dim=1),
         timestep=_timestep(model, state),
         encoder_hidden_states=network_text(model, given.text_BLD.to(dtype)),
-        **more,
+        **image,
         return_dict=False,
     )[0].float()
     return given.without_given(v_BCFHW)
@@ -158,13 +161,6 @@ def _timestep(model: nn.Module, state: State) -> Tensor:
     t_BFP = t_B[:, None, None].repeat(1, frames, prod(sides))
     t_BFP[:, 0] = 0
     return t_BFP.flatten(1)
-
-
-def _image_states(model: nn.Module, given: Conditioning) -> Tensor | None:
-    """Return the states of given frames as diffusers takes them: of two frames, one after the other."""
-    if given.image_BLD is None or not model.config.pos_embed_seq_len:
-        return given.image_BLD
-    return given.image_BLD.unflatten(1, (2, -1)).flatten(0, 1)
 
 
 @once_for_each

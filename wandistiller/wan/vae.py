@@ -11,11 +11,9 @@ from torch import Tensor
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import held_memory, memory_size
 from wandistiller.utils.system_memory import PIECES, amount, host_free, reserve, room_of_a_rank
-from wandistiller.wan.fake_tensor_memory import Need, decoding, encoding, tile
+from wandistiller.wan.fake_tensor_memory import Need, coding, tile
 
 log = logging.getLogger("wandistiller")
-PARTS = {"encode": encoding, "decode": decoding}
-"""Memory of each kind of call."""
 
 
 class FittingVae(AutoencoderKLWan):
@@ -70,7 +68,7 @@ class FittingVae(AutoencoderKLWan):
             shape, gpu = tuple(x_BCFHW.shape), x_BCFHW.device.type != "cpu"
             need, self.chosen[key] = fitting(call, self.settings, shape, room, accelerator=gpu)
             if self.chosen[key]:
-                whole = PARTS[call](self.settings, shape, accelerator=gpu)
+                whole = coding(call, self.settings, shape, accelerator=gpu)
                 message = "the VAE %ss %s in tiles: a whole call takes %s, %s are free; tiles take %s"
                 sizes = map(amount, (whole.work, room, need.work))
                 log.info(message, call, "x".join(map(str, shape)), *sizes)
@@ -89,10 +87,10 @@ def fitting(
         shape: (B, C, F, H, W) of the call's input.
         room: bytes that it may take next to the weights.
     """
-    whole = PARTS[call](config, shape, accelerator=accelerator)
+    whole = coding(call, config, shape, accelerator=accelerator)
     if whole.work <= room:
         return whole, False
-    tiled = PARTS[call](config, shape, accelerator=accelerator, tiles=True)
+    tiled = coding(call, config, shape, accelerator=accelerator, tiles=True)
     return (tiled, True) if tiled.work < whole.work else (whole, False)
 
 

@@ -1,8 +1,8 @@
-"""A reader of safetensors that reads only the bytes it needs, straight into place."""
+"""A reader of safetensors that reads only the bytes it needs, and says what else lies in place of a file."""
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from pathlib import Path
 
@@ -11,8 +11,51 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from wandistiller.utils.errors import ConfigError
-from wandistiller.utils.files import read_json
-from wandistiller.wan.damaged import AGAIN, cure, missing, unfinished
+from wandistiller.utils.files import PARTIAL, in_its_place, read_json
+
+AGAIN = "Fetch this file again, with `hf download`; in a clone, with `git lfs pull`."
+PICKLE = (b"PK\x03\x04", b"\x80\x02")
+"""Beginnings of what torch.save writes."""
+SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+SAVED_AGAIN = "If you trust its source, load it with diffusers or transformers and write `save_pretrained`."
+NOT_READ = f"pickles (.bin) are not read, as they can run code. {SAVED_AGAIN}"
+
+
+def unfinished(folder: Path, names: Iterable[str]) -> list[str]:
+    """List the files of `folder` among `names` that are links to nothing, or that are still being written."""
+    problems = []
+    for file in (folder / name for name in names):
+        if file.is_symlink() and not file.exists():
+            remedy = f"Put that back in its place. {AGAIN}"
+            problems.append(f"{file}: it is a link to {os.readlink(file)}, which is not there. {remedy}")
+        halves = (file.with_name(file.name + end) for end in PARTIAL)
+        text = f"the download of {file.name} is not finished. Let it end, or delete both files. {AGAIN}"
+        problems += [f"{half}: {text}" for half in halves if half.exists()]
+    return problems
+
+
+def cure(file: Path) -> str | None:
+    """Say what a file is that should be safetensors, and how to mend it; None: nothing that is known."""
+    with file.open("rb") as opened:
+        raw = opened.read(512)
+    if raw.startswith(PICKLE):
+        return f"it is a pickle of PyTorch under this name, and {NOT_READ}"
+    what = in_its_place(raw)
+    return what and f"it is {what}. {AGAIN}"
+
+
+def missing(file: Path) -> str:
+    """Say that the weights `file` are missing, and what lies in their folder instead."""
+    there = sorted(f.name for f in file.parent.glob("*") if f.name.endswith(SUFFIXES))
+    if pickles := [name for name in there if not name.endswith(SUFFIXES[0])]:
+        return f"there is no such file, but {pickles[0]}, and {NOT_READ}"
+    if there and "-of-" not in file.name:
+        return (
+            f"there is no such file, but {there[0]}: the index of parts is missing, or the name is another "
+            f"than `save_pretrained` writes. {AGAIN} Or load the folder and save it again."
+        )
+    return f"there is no such file. {AGAIN}"
+
 
 DTYPES = {
     "F64": torch.float64,
@@ -61,6 +104,7 @@ class WeightReader:
         self.folder = folder
         self.faults: list[str] = []
         """Unreadable bytes and non-finite numbers in what was read; for `gather_problems` after loading."""
+        self._scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8)  # no memory until it is written to
         self.read_names: set[str] = set()
         """Tensors of which anything was read."""
         self.nonzero: set[str] = set()
@@ -135,10 +179,6 @@ class WeightReader:
             message = f"{stored.file}: tensor `{name}` could not be read: {error}. Fetch this file again."
             self.faults.append(message)
 
-    @cached_property
-    def _scratch(self) -> Tensor:
-        return torch.empty(CHUNK_BYTES, dtype=torch.uint8)
-
     def _check(self, name: str, chunk_N: Tensor) -> None:
         low, high = chunk_N.aminmax()
         self.read_names.add(name)
@@ -164,12 +204,12 @@ def zero_problems(folder: Path, matrices: Iterable[str]) -> list[str]:
     A file has such where a download left a hole.
     """
     zero = sorted(name for name in matrices if not any(part in name for part in MAY_BE_ZERO))
+    if not zero:
+        return []
     more = f" and {len(zero) - NAMED} more" if len(zero) > NAMED else ""
     shown = ", ".join(f"`{name}`" for name in zero[:NAMED])
     remedy = "A download left holes in it, or it was never trained. Fetch the folder again."
-    return (
-        [f"{folder}: {len(zero)} tensor(s) hold nothing but zeros: {shown}{more}. {remedy}"] if zero else []
-    )
+    return [f"{folder}: {len(zero)} tensor(s) hold nothing but zeros: {shown}{more}. {remedy}"]
 
 
 def require_sound(model: nn.Module, folder: Path) -> None:
@@ -194,15 +234,11 @@ def require_sound(model: nn.Module, folder: Path) -> None:
 
 def _weight_map(index: Path) -> dict[str, str]:
     """File name by tensor."""
-    files = read_json(index).get("weight_map")
-    if (
-        files
-        and isinstance(files, dict)
-        and all(isinstance(f, str) and Path(f).name == f for f in files.values())
-    ):
-        return files
-    remedy = "must name a file of its folder for each tensor."
-    raise ConfigError(f"{index}: `weight_map` {remedy} {AGAIN}")
+    names = read_json(index).get("weight_map")
+    files = names.values() if isinstance(names, dict) else ()
+    if not files or not all(isinstance(file, str) and Path(file).name == file for file in files):
+        raise ConfigError(f"{index}: `weight_map` must name a file of its folder for each tensor. {AGAIN}")
+    return names
 
 
 def _index_problems(

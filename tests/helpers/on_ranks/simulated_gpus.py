@@ -13,7 +13,7 @@ from states import state
 from torch import Tensor, nn
 
 from wandistiller.distributed import collectives
-from wandistiller.teacher import block_stream
+from wandistiller.teacher import block_source
 from wandistiller.teacher.base import Guidance
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.loading import Arena
@@ -175,18 +175,18 @@ def poll() -> int:
 def sweeps(fault: str) -> bool:
     """Whether sums over streamed blocks are right when a wait is left out of the stream, or none."""
     if fault == "wait":
-        block_stream.Buffers.wait = lambda *_: None
+        block_source.Buffers.wait = lambda *_: None
     if fault == "wait_stream":
         torch.cuda.Stream.wait_stream = lambda *_: None
     blocks = nn.ModuleList(nn.Identity() for _ in range(3))
     stored = [torch.full((MANY,), n, dtype=torch.uint8, pin_memory=True) for n in range(3)]
-    buffers, found = block_stream.Buffers(MANY, torch.device(GPU)), []
+    buffers, found = block_source.Buffers(MANY, torch.device(GPU)), []
     network = nn.Module()
     network.blocks = blocks
-    block_stream.BlockStream(stored, buffers).serve(network)
+    block_source.BlockStream(stored, buffers).serve(network)
     for number in (0, 1, 2, 0, 1, 2):
         blocks[number](torch.ones(1, device=GPU))
-        found.append(buffers.tensors[number % block_stream.BUFFERS].float().mean())
+        found.append(buffers.tensors[number % block_source.BUFFERS].float().mean())
     return torch.stack(found).tolist() == [0, 1, 2, 0, 1, 2]
 
 

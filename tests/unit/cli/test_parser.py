@@ -68,5 +68,5 @@ def test_the_teacher_s_placement_takes_every_name_that_a_dry_run_prints(
     text = help_of("train", capsys)
     for name in names:
         _, given = read(["train", "--teacher_device_strategy", name])
-        assert given.settings == {"teacher_device_strategy": name}
+        assert given.settings == {"teacher_deepspeed_config": name}
         assert re.search(rf" {name}[,;\n]", text)

@@ -21,7 +21,7 @@ def test_odd_text_for_any_flag_that_names_files_is_one_message(capsys: pytest.Ca
     for command, its in commands.choices.items():
         for action in its._actions:
             names_files = action.dest.endswith(parser.PATH_ENDS) or action.dest in parser.NAMES_FILES
-            if not names_files or action.type is parser._json:  # train's --lora has settings
+            if not names_files or action.nargs == 0 or action.type is parser._json:  # --lora has settings
                 continue
             for text in ODD:
                 words = [*NEEDED.get(command, "").split(), *action.option_strings[:1], text]

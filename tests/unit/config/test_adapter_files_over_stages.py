@@ -10,14 +10,15 @@ from styles import style
 
 from wandistiller.config.adapter_files import changed_adapters
 from wandistiller.config.job import Job
-from wandistiller.config.stages import read_jobs, runs_of
+from wandistiller.config.recipe import recipe_of
+from wandistiller.config.stages import read_jobs
 from wandistiller.utils.errors import ConfigError
 
 
 def jobs(folder: Path, wan: Path, *settings: dict[str, Any]) -> list[Job]:
     given = recipe(folder, wan, output_dir=str(folder / "out"), student_config={"experts": "two"})
     given["stages"] = [{"name": f"s{number}", "lora": lora} for number, lora in enumerate(settings)]
-    return read_jobs(runs_of(given, {}, "r.json"), 1, here=False)
+    return read_jobs(recipe_of(given, {}, "r.json"), 1, here=False)
 
 
 def bases(folder: Path, wan: Path, *settings: dict[str, Any]) -> list[int]:
@@ -44,7 +45,7 @@ def test_adapters_of_another_rank_are_refused_with_what_they_would_cost(tmp_path
     with pytest.raises(ConfigError) as raised:
         bases(tmp_path, wan2, {"rank": 8}, {"rank": 4})
     assert raised.value.problems == [
-        f"stage s1: recipe: `lora` has another rank than the run {tmp_path / 'out' / '1_s0'}, whose "
+        f"stage s1: r.json: `lora` has another rank than the run {tmp_path / 'out' / '1_s0'}, whose "
         "adapters it begins with: they would be merged, and each role need a copy of the whole network. "
         'Write that run\'s {"rank": 8}, or begin anew with its exported file as `lora.start`.'
     ]

@@ -9,6 +9,7 @@ from recipes import recipe
 from wandistiller.config.job import Job
 from wandistiller.config.networks import COPY, NEW, SHARED
 from wandistiller.config.run_config import RunConfig
+from wandistiller.config.summary import summary
 from wandistiller.config.validate import read_job
 from wandistiller.experts import Expert
 
@@ -66,3 +67,14 @@ def test_a_critic_from_the_teacher_is_a_copy_of_it_beside_a_student_of_another_s
     critic = job.networks.others["critic"]
     assert (critic.weights, critic.copied, critic.config) == (COPY, LOW, job.folder.config)
     assert critic.parameters.frozen == {} and job.networks.first.config.num_layers == 1
+
+
+@pytest.mark.parametrize(("dtype", "weights", "notes"), [("float32", SHARED, 0), ("bfloat16", COPY, 1)])
+def test_the_log_shows_whose_weights_each_network_has(
+    dtype: str, weights: str, notes: int, tmp_path: Path, wan2: Path
+) -> None:
+    lines = summary(job_of(tmp_path, wan2, **LORA | LOW_ALONE | {"teacher_dtype": dtype}))
+    first = next(number for number, line in enumerate(lines) if line.startswith("networks  teacher"))
+    critic = next(line for line in lines[first:] if line.startswith("          critic"))
+    assert f"  {weights}  " in critic and "3 updates a step" in critic
+    assert sum("copies of the weights for each role, as its JSON has" in one for one in lines) == notes

@@ -15,8 +15,9 @@ from recipes import recipe
 from styles import style
 
 from wandistiller.config.job import Job
+from wandistiller.config.recipe import read_recipe, recipe_of
 from wandistiller.config.stage_order import order_problems
-from wandistiller.config.stages import placing, read_jobs, read_runs, runs_of
+from wandistiller.config.stages import read_jobs
 from wandistiller.config.validate import read_job
 from wandistiller.objectives.registry import read_objective
 from wandistiller.utils.errors import ConfigError
@@ -42,8 +43,7 @@ def jobs(tmp_path: Path, wan2: Path) -> Callable[..., list[Job]]:
     def of(*stages: Stage, **more: Any) -> list[Job]:
         given = recipe(tmp_path, wan2, output_dir=str(tmp_path / "out"), shift=7.0, stages=[*stages])
         given |= {"student_config": {"experts": "two"}} | more
-        with placing("r.json", {}):
-            return read_jobs(runs_of(given, {}, "r.json"), 1, here=False)
+        return read_jobs(recipe_of(given, {}, "r.json"), 1, here=False)
 
     return of
 
@@ -146,7 +146,7 @@ def test_a_run_of_its_own_goes_on_from_another_as_a_stage_does(
         given |= {"teacher_lora": {"file": file, "expert": "high_noise"}} if "teacher_lora" in stage else {}
         given |= {"output_dir": str(tmp_path / f"{number}")}
         given |= {"student_config": {"init": str(job.output)}} if job else {}
-        (run,) = runs_of(given, {}, "r.json").values()
+        (run,) = recipe_of(given, {}, "r.json").runs.values()
         job = read_job(run, 1, here=False, previous=job)
     found = [*order_problems([replace(job, previous=None)])]
     assert len(found) == bool(message) and message in "".join(found)
@@ -201,6 +201,6 @@ def test_the_command_of_the_page_makes_every_stage_of_four_steps_one_of_two(tmp_
     command, _, file = command.partition(" > ")
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
     (tmp_path / file).write_text(done.stdout)
-    runs = read_runs(str(tmp_path / file), {}, 8)
+    runs = read_recipe(str(tmp_path / file), {}).runs
     steps = {name: read_objective(run.objective).sampling_steps for name, run in runs.items()}
     assert steps == {"match": None, "consistency": 2, "high": 2, "low": 2}

@@ -8,7 +8,8 @@ from recipes import recipe
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.config.identity import provenance
 from wandistiller.config.job import Job
-from wandistiller.config.stages import read_jobs, runs_of
+from wandistiller.config.recipe import recipe_of
+from wandistiller.config.stages import read_jobs
 from wandistiller.student.config import Layers
 
 FEATURE = {"objective": "feature"}
@@ -18,7 +19,7 @@ def jobs(folder: Path, wan: Path, keep: Layers) -> list[Job]:
     student = {"keep_layers": keep} | ({} if isinstance(keep, list) else {"num_layers": 3})
     given = recipe(folder, wan, output_dir=str(folder / "out"), student_config=student)
     given["stages"] = [{"name": "match"}, {"name": "more"} | FEATURE, {"name": "last"} | FEATURE]
-    return read_jobs(runs_of(given, {}, "r.json"), 1, here=False)
+    return read_jobs(recipe_of(given, {}, "r.json"), 1, here=False)
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reading import run_of
 from small_wan import make_wan
 
-from wandistiller.config.shorthands import merged
 from wandistiller.config.validate import read_job
 from wandistiller.utils.errors import ConfigError, folder_problems
 
@@ -26,7 +26,7 @@ def problems(here: Path, **given: Any) -> list[str]:
     """The problems of a run with these settings."""
     usual = {"teacher_path": str(here / "teacher"), "data_path": str(here / "data")}
     try:
-        read_job(merged({}, usual | {"output_dir": str(here / "out")} | given, None), 1)
+        read_job(run_of(usual | {"output_dir": str(here / "out")} | given), 1)
     except ConfigError as error:
         return [p for p in error.problems if "mixed with" in p or "system's own" in p]
     return []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from wandistiller.data.media_record import record_media, replaced_media
+from wandistiller.data.media import record_media, replaced_media
 
 NAMES = ("a.png", "in/b.png", "c.mp4")
 

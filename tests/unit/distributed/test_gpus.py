@@ -30,23 +30,17 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch, count: int, error: str = "") -> N
         monkeypatch.setattr(torch.accelerator, name, start)
 
 
-def test_a_driver_that_is_too_old_is_named_with_the_one_that_is_needed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_driver_that_is_too_old_is_named_with_torch_s_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
     with_gpus(monkeypatch, 1, "The NVIDIA driver on your system is too old (found version 12040).")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(gpus, "driver_version", lambda: "550.54.15")
     with pytest.raises(ConfigError) as raised:
         gpus.take_gpu()
     (text,) = raised.value.problems
     assert text.startswith(
         "CUDA does not start: The NVIDIA driver on your system is too old (found version 12040)"
     )
-    assert (
-        "needs a driver from 580 on; the driver is 550.54.15. Update the driver" in text
-        and "more" not in text
-    )
+    assert "is built for CUDA 13.0. Update the driver" in text and "more" not in text
 
 
 def test_more_ranks_than_gpus_on_a_node_are_refused_before_cuda_starts(

@@ -19,10 +19,10 @@ from ranks import edit_json, write_json
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.data.media import MediaReader, Size
 from wandistiller.export import model_card
-from wandistiller.export.comfy_nodes import split_step
 from wandistiller.export.formats.diffusers import write_pipeline_card
 from wandistiller.export.formats.lora import write_adapter_card
 from wandistiller.export.formats.original import original_state, write_original_card
+from wandistiller.export.model_card import split_step
 from wandistiller.export.output import write_file
 from wandistiller.export.source import Source, without_places
 from wandistiller.flow import RENOISE

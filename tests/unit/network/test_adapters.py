@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import wandistiller
+from reading import run_of
 from recipes import recipe, recipe_file
 from safetensors.torch import load_file
 from small_wan import small_transformer
@@ -126,12 +127,9 @@ def test_a_start_that_does_not_fit_is_refused_before_weights_are_read(
 def test_adapters_alone_need_no_student_config_and_are_of_the_whole_teacher(
     wan2: Path, tmp_path: Path, one_rank: torch.device
 ) -> None:
-    file = recipe_file(tmp_path, wan2, lora={}, max_steps=1)
     given = recipe(tmp_path, wan2)
     del given["student_config"]
-    from wandistiller.config.shorthands import merged
-
-    job = job_of(vars_of(merged(given | {"output_dir": str(tmp_path / "run"), "lora": {}}, {}, str(file))))
+    job = job_of(vars_of(run_of(given | {"output_dir": str(tmp_path / "run"), "lora": {}})))
     assert job.student.experts == "two" and job.student_transformer == job.folder.config
     assert job.run.lora == {"rank": 16} and len(job.networks.bases) == 2
 

@@ -10,10 +10,10 @@ from states import state
 
 from wandistiller.batch import Batch, Prediction
 from wandistiller.experts import Expert
+from wandistiller.network.block_source import BUFFERS
 from wandistiller.network.network import Network
 from wandistiller.network.sweep import block_by_block
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, Teacher
-from wandistiller.teacher.block_stream import BUFFERS
 from wandistiller.teacher.build import build_teacher
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.pipeline import open_wan
@@ -67,6 +67,27 @@ def test_no_batch_enters_a_block_before_all_have_finished_the_one_before() -> No
     teacher = LocalTeacher(dict.fromkeys(Expert, Network(model)), sweeps=True)
     teacher.predict_all(batches(HIGH, HIGH, HIGH), ())
     assert order == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+
+
+def test_calls_have_their_own_modes_of_gradients_and_autocast_however_they_take_turns() -> None:
+    blocks, x = [torch.nn.Linear(4, 4) for _ in range(3)], keyed_normal((2, 4), "x")
+
+    def plain() -> torch.Tensor:
+        return torch.nn.Sequential(*blocks)(x)
+
+    def in_bf16() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.nn.Sequential(*blocks[:2])(x)
+
+    def without_gradients() -> torch.Tensor:
+        with torch.no_grad():
+            return plain()
+
+    calls = [in_bf16, plain, without_gradients, in_bf16]
+    expected, found = [call() for call in calls], block_by_block(blocks, calls)
+    assert all(map(torch.equal, found, expected))
+    assert [(y.dtype, y.requires_grad) for y in found] == [(y.dtype, y.requires_grad) for y in expected]
+    assert not torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()
 
 
 def test_an_error_in_one_call_is_raised_and_no_hook_stays() -> None:

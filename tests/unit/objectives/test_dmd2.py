@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,9 @@ from states import state
 from torch import Tensor
 
 from wandistiller.batch import STUDENT, Conditioning, Prediction, State
+from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.engine.activation_checkpointing import CheckpointPolicy
+from wandistiller.engine.batch_size import BatchSize
 from wandistiller.experts import Expert
 from wandistiller.flow import FewSteps, FlowSchedule, clean
 from wandistiller.network.blocks import Blocks
@@ -29,11 +31,10 @@ from wandistiller.objectives.dmd2 import (
     drawn,
     heads_loss,
     renoised,
-    simulated,
     towards_teacher,
 )
 from wandistiller.objectives.objective import Objective
-from wandistiller.objectives.script import TEACHER, Loss, Slope, played
+from wandistiller.objectives.script import TEACHER, Ask, Loss, Slope, played
 from wandistiller.planner.passes import passes_of
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import transformer
@@ -42,11 +43,25 @@ from wandistiller.wan.sampling import denoise, few_steps
 
 SHAPE = (2, 1, 4, 4)
 SCHEDULE = FlowSchedule(3.0, None, seed=0, few=FewSteps((1.0, 0.75)))
-TEXT = Conditioning(torch.zeros(4, 1, 1))
+
+
+class Texts:
+    """Data of texts alone, all the same."""
+
+    def __init__(self, text_LD: Tensor | None = None):
+        self._text_LD = torch.zeros(1, 1) if text_LD is None else text_LD
+
+    def conditioning(self, sample_index_B: list[int]) -> Conditioning:
+        return Conditioning(self._text_LD.expand(len(sample_index_B), -1, -1))
+
+
+def source(schedule: FlowSchedule, samples: int = 4, shape: tuple[int, ...] = SHAPE) -> MicroBatches:
+    """Eight samples an update, in micro-steps of `samples`."""
+    return MicroBatches(Texts(), schedule, BatchSize(samples, 8 // samples, 8), shape)
 
 
 def start(step: int = 0) -> Rollout:
-    return drawn(SCHEDULE, SHAPE, TEXT, [step * 8 + i for i in range(4)], step)
+    return drawn(source(SCHEDULE), step, 0)
 
 
 def gaussian(mean: float, deviation: float) -> Callable[[State], Tensor]:
@@ -82,7 +97,7 @@ def update_of_student(
         for role, v in ((TEACHER, OF_TEACHER), (CRITIC, critic))
     }
     script = term.script(STUDENT, {Dmd2.states: batch}, SCHEDULE)
-    return answered(script, networks, lambda _: Prediction(v_BCFHW), slope)
+    return answered(script, networks, lambda _: Prediction(v_BCFHW), slope)[STUDENT]
 
 
 def score(batch: State, mean: float, deviation: float) -> Tensor:
@@ -128,24 +143,68 @@ def test_the_loss_passes_the_difference_of_scores_to_the_samples() -> None:
     torch.testing.assert_close(v.grad, expected)
 
 
+def test_a_shared_update_has_the_losses_of_the_student_s_and_the_critic_s_own_at_the_same_samples() -> None:
+    batch, v = start(), keyed_normal((4, *SHAPE), "v")
+    critic = gaussian(-0.2, 0.8)
+    networks = {
+        TEACHER: lambda q: Prediction(OF_TEACHER(q.state)),
+        CRITIC: lambda q: Prediction(critic(q.state)),
+    }
+    both = answered(
+        Dmd2(shared=True).script(STUDENT, {Dmd2.states: batch}, SCHEDULE), networks, lambda _: Prediction(v)
+    )
+    sample = {Dmd2.states: renoised(batch, v)}
+    alone = answered(Dmd2().script(CRITIC, sample, SCHEDULE), networks, lambda _: Prediction(v))
+    assert torch.equal(both[CRITIC].rows_TB, alone.rows_TB)
+    assert torch.equal(both[STUDENT].rows_TB, update_of_student(Dmd2(), batch, v, critic).rows_TB)
+
+
+def test_each_loss_of_a_shared_update_teaches_its_own_network_alone() -> None:
+    batch, v = start(), keyed_normal((4, *SHAPE), "v").requires_grad_()
+    of_critic = keyed_normal((4, *SHAPE), "critic").requires_grad_()
+    networks = {TEACHER: lambda q: Prediction(OF_TEACHER(q.state)), CRITIC: lambda _: Prediction(of_critic)}
+    script = Dmd2(shared=True).script(STUDENT, {Dmd2.states: batch}, SCHEDULE)
+    losses = answered(script, networks, lambda _: Prediction(v))
+    for role, learns, other in ((STUDENT, v, of_critic), (CRITIC, of_critic, v)):
+        of_both = torch.autograd.grad(losses[role].rows_TB.sum(), (learns, other), allow_unused=True)
+        assert of_both[0].abs().max() > 0 and of_both[1] is None
+
+
+def test_a_subclass_may_sample_otherwise() -> None:
+    """From noise to half of it along the student's velocity, in one call."""
+
+    class Halfway(Dmd2):
+        def simulated(self, batch: Rollout, few: FewSteps) -> Generator[Ask, Prediction, Rollout]:
+            student = yield Ask(STUDENT, batch)
+            return replace(batch, x_t_BCFHW=batch.x_t_BCFHW - student.v_BCFHW / 2, sigma_B=batch.sigma_B / 2)
+
+    batch = start()
+    rolled_out = Objective((Halfway(),)).roll_out(CRITIC, {Dmd2.states: batch}, SCHEDULE)
+    asked: list[Ask] = []
+    states = played(rolled_out, lambda ask: asked.append(ask) or Prediction(torch.ones_like(batch.x_t_BCFHW)))
+    assert [ask.state.sigma_B[0].item() for ask in asked] == [1.0, 0.5]
+    torch.testing.assert_close(states[Dmd2.states].x0_BCFHW, batch.x_t_BCFHW - 1)
+
+
 @pytest.mark.parametrize(("steps", "sampler"), [(1, "euler"), (2, "euler"), (4, "euler"), (4, "renoise")])
 @torch.no_grad()
 def test_simulated_states_are_those_of_the_sampler(wan1: Path, steps: int, sampler: str) -> None:
     model, few = loaded(wan1 / "transformer").eval(), few_steps(3.0, steps, None, sampler)
     schedule = FlowSchedule(3.0, None, 0, few=few)
-    conditioning = batch_for(model).conditioning
+    text_LD = batch_for(model).conditioning.text_BLD[0]
+    texts = MicroBatches(Texts(text_LD), schedule, BatchSize(2, 1, 2), (16, 1, 4, 4))
 
     def velocity(batch: State) -> Tensor:
         return transformer.velocity(model, batch)
 
     exits = set()
     for step in range(12):
-        batch = drawn(schedule, (16, 1, 4, 4), conditioning, [2 * step, 2 * step + 1], step)
+        batch = drawn(texts, step, 0)
         exits.add(batch.exit)
-        state = played(simulated(batch, few), lambda ask: Prediction(velocity(ask.state)))
+        state = played(Dmd2().simulated(batch, few), lambda ask: Prediction(velocity(ask.state)))
         fresh = [keyed_normal((2, 16, 1, 4, 4), "after the exit")] * steps
         fresh[: len(batch.fresh)] = batch.fresh
-        given = batch.x_t_BCFHW, conditioning, 40, few, fresh.__getitem__
+        given = batch.x_t_BCFHW, batch.conditioning, 40, few, fresh.__getitem__
         x0, path = denoise(velocity, open_wan(str(wan1)), 3.0, *given)
         sigma, x_BCFHW = path[batch.exit]
         assert state.sigma_B.tolist() == pytest.approx([sigma] * 2)
@@ -156,10 +215,7 @@ def test_simulated_states_are_those_of_the_sampler(wan1: Path, steps: int, sampl
 
 
 def test_draws_depend_on_update_and_sample_alone_and_samples_are_renoised_within_limits() -> None:
-    one, parts = (
-        start(3),
-        [drawn(SCHEDULE, SHAPE, TEXT.map(lambda t: t[:2]), [24 + i, 25 + i], 3) for i in (0, 2)],
-    )
+    one, parts = start(3), [drawn(source(SCHEDULE, 2), 3, micro) for micro in (0, 1)]
     for name in ("x_t_BCFHW", "sigma_B"):
         for whole, halves in ((one, parts), (one.renoise, [p.renoise for p in parts])):
             assert torch.equal(getattr(whole, name), torch.cat([getattr(p, name) for p in halves]))
@@ -175,7 +231,7 @@ ONE_EXPERT = replace(SCHEDULE, boundary=S, handover=S, trained=Expert.HIGH_NOISE
 
 def phased(step: int, shape: tuple[int, ...] = SHAPE) -> Rollout:
     schedule = replace(ONE_EXPERT, few=few_steps(7.0, 4, S))
-    return drawn(schedule, shape, TEXT, list(range(8 * step, 8 * step + 4)), step)
+    return drawn(source(schedule, shape=shape), step, 0)
 
 
 def test_samples_of_the_high_noise_expert_are_renoised_above_the_hand_over_alone() -> None:
@@ -274,6 +330,12 @@ def test_calls_without_gradient_are_those_before_the_exits_of_the_trained_expert
         for role in (STUDENT, CRITIC)
     )
     assert (student, critic) == (mean_exit, mean_exit + 1)
+
+
+def test_a_shared_update_is_counted_once_in_a_step_and_as_one_of_the_critic_s() -> None:
+    objective = Objective((Dmd2(critic_updates=3, shared=True),))
+    assert objective.updates == (CRITIC, CRITIC, STUDENT) and objective.others[CRITIC].updates == 3
+    assert Objective((Dmd2(critic_updates=1, shared=True),)).updates == (STUDENT,)
 
 
 def test_updates_of_a_head_start_come_before_those_of_the_first_step() -> None:

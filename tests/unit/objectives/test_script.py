@@ -25,7 +25,7 @@ def test_a_script_that_is_played_again_stands_where_it_stood_and_goes_its_own_wa
     assert play.learns and again.learns and again.questions[0].state is BATCH
     again.answer([output(5.0)])
     play.answer([output(3.0)])
-    assert (play.loss.rows_TB.tolist(), again.loss.rows_TB.tolist()) == ([[2.0, 2.0]], [[4.0, 4.0]])
+    assert (play.result.rows_TB.tolist(), again.result.rows_TB.tolist()) == ([[2.0, 2.0]], [[4.0, 4.0]])
 
 
 def test_joined_scripts_ask_once_about_a_state_and_learn_in_one_pass() -> None:
@@ -43,7 +43,30 @@ def test_joined_scripts_ask_once_about_a_state_and_learn_in_one_pass() -> None:
         script.send([output(3.0)])
     except StopIteration as end:
         rows = [loss.rows_TB[0, 0].item() for loss in end.value]
-    asked = [[(type(q), getattr(q, "role", ""), getattr(q, "blocks", ())) for q in one] for one in rounds]
+    asked = [[(type(q), q.role, getattr(q, "blocks", ())) for q in one] for one in rounds]
     assert asked[0] == [(Ask, TEACHER, (1, 3)), (Ask, STUDENT, ())]
-    assert asked[1:] == [[(Ask, TEACHER, ())], [(Learn, "", ())]]
+    assert asked[1:] == [[(Ask, TEACHER, ())], [(Learn, STUDENT, ())]]
     assert rows == [2.0, 2.0, -9.0]
+
+
+def test_joined_scripts_learn_once_with_each_network_the_later_one_after_what_others_ask() -> None:
+    def of_two(state: State) -> Script:
+        student = yield Learn(state)
+        teacher, critic = yield [Ask(TEACHER, state), Learn(state, "critic")]
+        difference_B = (teacher.v_BCFHW - student.v_BCFHW).flatten(1).mean(1)
+        return {STUDENT: Loss(difference_B[None]), "critic": Loss(critic.v_BCFHW.flatten(1).mean(1)[None])}
+
+    script = joined([difference(BATCH), of_two(BATCH)])
+    rounds, given = [next(script)], iter([[1.0], [2.0], [4.0, 8.0]])
+    for values in given:
+        try:
+            rounds.append(script.send([output(value) for value in values]))
+        except StopIteration as end:
+            one, two = end.value
+    assert [[(type(q), q.role) for q in one] for one in rounds] == [
+        [(Ask, TEACHER)],
+        [(Learn, STUDENT)],
+        [(Ask, TEACHER), (Learn, "critic")],
+    ]
+    found = [one.rows_TB, two[STUDENT].rows_TB, two["critic"].rows_TB]
+    assert [rows_TB[0, 0].item() for rows_TB in found] == [1.0, 2.0, 8.0]

@@ -8,11 +8,11 @@ from typing import Any
 import planned
 import pytest
 from ranks import wandistiller, write_json
+from reading import run_of
 from recipes import recipe
 
 from wandistiller.cli.main import main
 from wandistiller.config.job import Job
-from wandistiller.config.shorthands import merged
 from wandistiller.config.validate import read_job
 from wandistiller.planner.disk import log_disk_use, on_its_disk, written
 from wandistiller.planner.machine import Machine
@@ -83,7 +83,7 @@ def test_latents_are_counted_by_sample_with_their_paths_and_no_more_than_the_ste
 def test_a_run_writes_the_planned_files(tmp_path: Path, wan1: Path) -> None:
     more = {"max_steps": 2, "save_every": 1, "student_config": {"num_layers": 1}}
     given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "out"), **more)
-    files = written(read_job(merged(given, {}, None), 1), accelerator=False)
+    files = written(read_job(run_of(given), 1), accelerator=False)
     wandistiller("train", "--recipe", write_json(tmp_path / "recipe.json", given))
     saved = tmp_path / "out/checkpoints/step_00000002"
     states = sum(f.stat().st_size for f in saved.rglob("*.safetensors"))

@@ -50,7 +50,7 @@ def test_on_a_cpu_what_the_teacher_freed_stays_beside_the_student_up_to_512_mib(
     published: Path, size: tuple[int, int, int], fits: bool
 ) -> None:
     given = dict(zip(("height", "width", "num_frames"), size, strict=True)) | {
-        "teacher_device_strategy": "gpu"
+        "teacher_deepspeed_config": "gpu"
     }
     steps = plan(job(published, ON_CPU, "Wan2.1-T2V-1.3B", **given), ON_CPU)["train"].alternatives
     freed = sum(b.host for b in steps["teacher"].values())
@@ -250,6 +250,22 @@ def test_teacher_student_and_critic_have_the_base_once_and_two_blocks_of_it_on_t
         assert parts[f"{role} weights"].device == 2 * adapters
         assert parts[f"{role} float32 weights and optimizer"].host >= 12 * adapters
     assert sum(b.node for b in parts.values()) == base.node
+
+
+def test_a_critic_that_learns_at_the_student_s_samples_keeps_the_student_s_activations_beside_its_own(
+    published: Path,
+) -> None:
+    dmd2 = {"name": "dmd2", "critic_updates": 1}
+    alone, both = (
+        plan(job(published, ONE_24, objective=dmd2 | {"shared": shared}), ONE_24, coding=False)["train"]
+        for shared in (False, True)
+    )
+    assert alone.kept == both.kept
+    critics = [phase.alternatives["critic"] for phase in (alone, both)]
+    beside = {use: b for use, b in critics[1].items() if use not in critics[0]}
+    assert beside.keys() == alone.alternatives["student"].keys() - critics[0].keys()
+    assert beside["student's activations"].transient > 0
+    assert both.alternatives["student"].keys() > alone.alternatives["student"].keys()
 
 
 @pytest.mark.parametrize("placement", ["streamed", "files", "owner"])

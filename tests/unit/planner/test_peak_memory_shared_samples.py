@@ -51,7 +51,7 @@ def test_81_frames_of_every_published_wan_fit_eight_gpus_of_80_gb(
 def test_a_14b_and_its_half_beside_it_need_several_ranks_a_clip(published: Path) -> None:
     taken = []
     for sharers in (1, 8):
-        run = video(published, sharers, teacher_device_strategy="gpu")
+        run = video(published, sharers, teacher_deepspeed_config="gpu")
         taken.append([d.is_met for d in demands(moments(plan(run, EIGHT_80)), EIGHT_80)])
     assert taken == [[False, True, True], [True, True, True]]
 

@@ -9,6 +9,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 from planned import EIGHT_80, ONE_24, gpus
 from planned import published_job as job
 from ranks import wandistiller, write_json
+from reading import run_of
 from recipes import recipe
 from slow_cases import slow_but
 
@@ -16,7 +17,6 @@ from wandistiller.cli.flags import PlanFlags
 from wandistiller.cli.plan import plan_lines
 from wandistiller.config.identity import identity
 from wandistiller.config.job import Job
-from wandistiller.config.shorthands import merged
 from wandistiller.config.validate import read_job
 from wandistiller.engine.topology import Topology
 from wandistiller.planner.disk import on_its_disk
@@ -122,7 +122,7 @@ def test_auto_as_a_flag_keeps_batch_optimizer_and_schedule_of_the_recipe_s_json(
         "data_path": f"{published}/prompts.txt",
     }
     flags = places | {"lr": 1e-5}
-    given, auto = (read_job(merged(recipe, flags | more, None), 1) for more in ({}, BOTH))
+    given, auto = (read_job(run_of(recipe, flags | more), 1) for more in ({}, BOTH))
     assert left_open(auto) == (True, True) and left_open(given) == (False, False)
     best = chosen(auto, machine).job
     assert identity(best) == identity(auto) == identity(given) and best.batch.total == 4
@@ -135,7 +135,7 @@ def test_auto_as_a_flag_beside_a_json_that_is_not_there_says_so(published: Path)
         "data_path": f"{published}/prompts.txt",
     }
     with pytest.raises(ConfigError, match=r"none\.json"):
-        merged(places | {"output_dir": "out", "deepspeed_config": "none.json"}, BOTH, None)
+        read_job(run_of(places | {"output_dir": "out", "deepspeed_config": "none.json"}, BOTH), 1)
 
 
 def test_where_nothing_fits_the_message_has_what_came_nearest_and_what_helps(published: Path) -> None:
@@ -203,13 +203,13 @@ ENGINE = {
     "wandistiller": {"checkpoint": "attention"},
     "activation_checkpointing": {},
 }
-FLAGS = {"lr": 3e-4, "mixed_precision": "no", "teacher_dtype": "float32", "batch_size": 2, "num_steps": 30}
-EPOCHS = {"num_epochs": 3, "teacher_device_strategy": "gpu"}
-ON_GPU = {"teacher_device_strategy": "gpu", "teacher_dtype": "bfloat16"}
+FLAGS = {"lr": 3e-4, "mixed_precision": "no", "teacher_dtype": "float32", "batch_size": 2, "max_steps": 30}
+EPOCHS = {"num_epochs": 3, "teacher_deepspeed_config": "gpu"}
+ON_GPU = {"teacher_deepspeed_config": "gpu", "teacher_dtype": "bfloat16"}
 RECOMMENDED = {
     "shorthands of the quick start": (read_json("ds_configs/recipes/quickstart.json"), {}),
     "flags": ({}, FLAGS),
-    "flags over a recipe": (EPOCHS, {"max_steps": 5, "teacher_on_cpu": True}),
+    "flags over a recipe": (EPOCHS, {"max_steps": 5, "teacher_deepspeed_config": "cpu"}),
     "own optimizer, schedule and monitors": ({"deepspeed_config": ENGINE}, {}),
     "guidance in two passes": ({"teacher_deepspeed_config": {"wandistiller": {"guidance_passes": 2}}}, {}),
     "a quantised teacher": ({"teacher_deepspeed_config": {"wandistiller": {"weights": "int8"}}}, {}),
@@ -230,8 +230,8 @@ def test_the_recommended_recipe_is_the_run_that_was_planned_with_other_jsons(
     named = {"recipe": str(file), "settings": flags, "recommend": recommended}
     plan_lines(PlanFlags(**named, **machine), lines := [])
     assert "shipped JSONs that fit, the simplest first:" in lines and f"wrote {recommended}" in lines
-    planned = read_job(merged(given, flags | output, None), 1)
+    planned = read_job(run_of(given, flags | output), 1)
     best = next(choices(planned, ONE_24)).job
-    again = read_job(merged(read_json(recommended), output, str(recommended)), 1)
+    again = read_job(run_of(read_json(recommended), output), 1)
     assert (again.student_engine, again.teacher) == (best.student_engine, best.teacher)
     assert (identity(again), again.run.max_steps) == (identity(best), best.run.max_steps)

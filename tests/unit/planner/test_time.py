@@ -16,11 +16,11 @@ from wandistiller.planner.time import PEAKS, SHARE, Rates, Times, override_rates
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB
-from wandistiller.wan.flops import forward_flops
+from wandistiller.wan.flops import count_flops
 from wandistiller.wan.transformer import numels
 
 IMAGE = (16, 1, 60, 104)
-GPU = {"teacher_device_strategy": "gpu"}
+GPU = {"teacher_deepspeed_config": "gpu"}
 """A teacher whose weights stay on each GPU."""
 FAST_BUS = Rates(tflops=100, pcie=1e6)
 
@@ -32,7 +32,7 @@ def whole(run: Job) -> int:
 
 def call(run: Job) -> float:
     """Seconds of a forward pass of the teacher on one image, without guidance."""
-    return forward_flops(run.folder.config, IMAGE) / 1e12 / RATES.tflops
+    return count_flops(run.folder.config, IMAGE).forward / 1e12 / RATES.tflops
 
 
 def test_a_step_of_a_14b_s_lora_on_an_h100_is_planned_as_it_was_measured(published: Path) -> None:
@@ -104,7 +104,7 @@ def test_guidance_computes_two_samples_and_a_scale_of_1_one(
 def test_a_student_makes_a_pass_its_recomputation_and_a_backward_pass(published: Path) -> None:
     """Trained whole, its backward pass has twice the operations of the forward pass."""
     run = job(published, ONE_24)
-    each = forward_flops(run.student_transformer, IMAGE) / 1e12 / RATES.tflops
+    each = count_flops(run.student_transformer, IMAGE).forward / 1e12 / RATES.tflops
     assert passes(run)["student"] == (2, 1)
     assert Times(run, ONE_24, RATES).computing()["student"] == pytest.approx(8 * 4 * each)
 
@@ -115,7 +115,7 @@ def test_an_owner_computes_for_all_ranks_of_its_node_and_for_those_of_a_sample_o
     runs = (job(published, EIGHT_80, context_parallel=n, **owner, **engine) for n in (1, 4))
     one, four = (Times(run, EIGHT_80, RATES) for run in runs)
     alone = branches(one.job) * 8 * one.job.batch.accumulation * one.job.batch.micro
-    flops = forward_flops(one.job.folder.config, (16, 21, 60, 104)) / 1e12 / RATES.tflops
+    flops = count_flops(one.job.folder.config, (16, 21, 60, 104)).forward / 1e12 / RATES.tflops
     assert one.computing()["teacher"] == pytest.approx(alone * flops)
     assert four.computing()["teacher"] == pytest.approx(one.computing()["teacher"] / 4)
     assert one.rollouts() == pytest.approx(four.rollouts())
@@ -131,7 +131,7 @@ def test_a_step_computes_for_the_mean_of_the_buckets_that_media_are_cut_to(
     data = {"data_path": str(tmp_path)} if media else {}
     sizes = [(480, 832), (240, 416)]
     run = job(published, ONE_24, buckets=[list(s) for s in sizes], **data)
-    each = [forward_flops(run.folder.config, run.folder.latent_shape(*s, 1)) / 1e14 for s in sizes]
+    each = [count_flops(run.folder.config, run.folder.latent_shape(*s, 1)).forward / 1e14 for s in sizes]
     assert Times(run, ONE_24, RATES).call("teacher", 1) == pytest.approx(sum(each) / 2 if media else each[0])
 
 
@@ -139,11 +139,24 @@ def test_a_head_start_takes_the_critic_s_passes_and_the_samples_for_them(publish
     """A sample takes 1.5 calls of the student to a drawn one of four steps, and one more for x0."""
     dmd2 = {"name": "dmd2", "steps": 4, "critic_updates": 2}
     run, plain = (job(published, EIGHT_80, objective=dmd2 | {"critic_warmup": n}, **GPU) for n in (7, 0))
-    each = forward_flops(run.student_transformer, IMAGE) / 1e12 / RATES.tflops
+    each = count_flops(run.student_transformer, IMAGE).forward / 1e12 / RATES.tflops
     samples = run.batch.micro * run.batch.accumulation
     warm_up = Times(run, EIGHT_80, RATES).warm_up()  # forward, again, twice backward
     assert warm_up == pytest.approx(7 * samples * (4 + 2.5) * each, rel=1e-3)
     assert Times(plain, EIGHT_80, RATES).warm_up() == 0
+
+
+@pytest.mark.parametrize(("critic_updates", "worth"), [(1, 11.5), (2, 18)])
+def test_an_update_of_two_networks_takes_one_roll_out_and_a_pass_of_each(
+    published: Path, critic_updates: int, worth: float
+) -> None:
+    """A backward pass counts twice; another critic update has 2.5 calls of the student, 4 of its own."""
+    dmd2 = {"name": "dmd2", "steps": 4, "shared": True, "critic_updates": critic_updates}
+    run = job(published, EIGHT_80, objective=dmd2, **GPU)
+    assert run.batch.accumulation == 1  # else the student's pass is made before too
+    made = passes(run)
+    assert (made["teacher"], made["critic"]) == ((2, 0), (2 * critic_updates, critic_updates))
+    assert sum(each.forward + 2 * each.backward for each in made.values()) == worth
 
 
 def test_a_critic_of_adapters_from_the_teacher_is_as_large_as_from_the_student(published: Path) -> None:

@@ -12,7 +12,7 @@ from diffusers import WanTransformer3DModel
 from small_wan import small_transformer
 from torch import Tensor
 
-from wandistiller.data.measured import Measured
+from wandistiller.data.tensor_cache import Measured
 from wandistiller.student import calibration
 from wandistiller.student.calibration import measure
 from wandistiller.student.pruning import CalibrationStats, fits_rope, plan, rope_pairs, rope_units

@@ -23,13 +23,12 @@ from wandistiller.batch import Conditioning
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.engine.engine_config import EngineConfig
-from wandistiller.evaluation.quantization_error import quantization_error
-from wandistiller.evaluation.sigma_bands import bands
+from wandistiller.evaluation.velocity_error import bands, quantization_error
 from wandistiller.experts import Expert
+from wandistiller.network.block_source import BUFFERS
 from wandistiller.planner.teacher_memory import teacher_bytes
 from wandistiller.teacher import quantized
 from wandistiller.teacher.base import Guidance
-from wandistiller.teacher.block_stream import BUFFERS
 from wandistiller.teacher.build import build_teacher, unquantized_teacher
 from wandistiller.teacher.loading import load_whole
 from wandistiller.teacher.quantized import (

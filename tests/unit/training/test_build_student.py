@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from reading import read_run
 from recipes import TEACHER_FP32, recipe, student_engine, train
 from slow_cases import slow_but
 from small_wan import small_transformer
@@ -20,9 +21,9 @@ from torch import nn
 from trainers import job_of, parts_of
 
 from wandistiller.batch import Batch
-from wandistiller.config.run_config import RunConfig, read_run_config
+from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
-from wandistiller.data.measured import Measured
+from wandistiller.data.tensor_cache import Measured
 from wandistiller.experts import Expert
 from wandistiller.network.network import Network
 from wandistiller.student.calibration import VelocityError, error_rows, velocity_error
@@ -284,7 +285,7 @@ def test_a_start_whose_error_is_not_finite_stops_the_run() -> None:
 
 
 def test_a_run_goes_on_from_its_own_resolved_recipe(alone: Path) -> None:
-    job = read_job(read_run_config(json.loads((alone / "resolved" / "run.json").read_text()), {}), 1)
+    job = read_job(read_run(str(alone / "resolved" / "run.json"), {}), 1)
     assert job.resume_from
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from trainers import trainer_of
 
 from wandistiller.batch import Batch, Conditioning
-from wandistiller.data.measured import Measured
+from wandistiller.data.tensor_cache import Measured
 from wandistiller.distributed.shutdown import Stopped, stopping
 from wandistiller.engine.ds_config import load
 from wandistiller.experts import Expert

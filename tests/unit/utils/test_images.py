@@ -75,3 +75,28 @@ def test_pixels_of_8_bits_are_drawn_as_those_in_0_to_1() -> None:
 def test_frames_are_spread_evenly_from_the_first_to_the_last() -> None:
     assert evenly(81, 3) == [0, 40, 80] and evenly(9, 9) == list(range(9))
     assert evenly(5, 9) == [0, 1, 2, 3, 4] and evenly(1, 3) == [0]
+
+
+def test_of_a_long_clip_nine_frames_are_a_row(tmp_path: Path) -> None:
+    save_frames(tmp_path / "frames.png", {"": [torch.zeros(3, 81, 128, 128)]}, ["a circle"])
+    assert Image.open(tmp_path / "frames.png").width == 7 * (5 * STEP // 33) + 9 * STEP
+
+
+@pytest.mark.parametrize("side", [64, 480])
+def test_labels_of_ten_samples_are_a_fortieth_of_the_width_and_so_legible_on_a_phone(side: int) -> None:
+    """Of 390 pixels they take 9."""
+    picture = grid({"student": [torch.ones(3, side, side)] * 10}, [""] * 10)
+    width = 40 * (5 * (max(128, side) + 6) // 33)
+    assert abs(picture.width - width) <= 40 and np.asarray(picture)[-1, -1].max() < 32
+
+
+@pytest.mark.parametrize(
+    ("number", "columns", "rows"),
+    [(1, 1, 1), (2, 2, 1), (5, 5, 1), (6, 3, 2), (7, 4, 2), (8, 4, 2), (9, 3, 3), (10, 5, 2), (12, 4, 3)],
+)
+def test_the_rows_of_a_grid_are_full_where_they_can_be(number: int, columns: int, rows: int) -> None:
+    picture = grid({"": [torch.ones(3, 128, 128)] * number}, [""] * number)
+    left = 7 * max(13, columns * STEP // 33)
+    assert picture.width == left + columns * STEP
+    lines = (np.asarray(picture)[:, left + 64].max(1) > 200).astype(int)
+    assert (np.diff(lines) == 1).sum() == rows

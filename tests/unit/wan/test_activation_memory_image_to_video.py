@@ -17,7 +17,7 @@ from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.experts import Expert
 from wandistiller.wan import activation_memory, text_padding
 from wandistiller.wan.activation_memory import activation_bytes, call_bytes
-from wandistiller.wan.flops import forward_flops
+from wandistiller.wan.flops import count_flops
 from wandistiller.wan.text_padding import TEXT_TOKENS
 from wandistiller.wan.transformer import usual_config, velocity
 from wandistiller.wan.transformer_config import TransformerConfig
@@ -94,7 +94,7 @@ def test_operations_with_given_frames_are_torch_s_count_of_all_blocks(
     model, c = small_transformer(0, 4, **SIZES, **FORMS[form]), form_config(form, 4)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as forward:
         predict(model, form, 1, TEXT_TOKENS)
-    assert forward_flops(c, LATENT) == pytest.approx(forward.get_total_flops(), rel=1e-3)
+    assert count_flops(c, LATENT).forward == pytest.approx(forward.get_total_flops(), rel=1e-3)
 
 
 def test_a_time_for_each_patch_of_5b_adds_its_maps_and_modulations() -> None:
@@ -102,7 +102,7 @@ def test_a_time_for_each_patch_of_5b_adds_its_maps_and_modulations() -> None:
     latent, patches, d, layers = (48, 5, 30, 52), 1950, 3072, 30
     text, engine = usual_config(**FIVE), student_engine("bfloat16")
     given = replace(text, expands_time=True)
-    more = forward_flops(given, latent) - forward_flops(text, latent)
+    more = count_flops(given, latent).forward - count_flops(text, latent).forward
     assert more == (patches - 1) * 2 * d * (256 + d + 6 * d)
     saved = [activation_bytes(c, engine, latent, 1, accelerator=True).transient for c in (text, given)]
     assert saved[1] - saved[0] == pytest.approx(layers * patches * (6 + 2) * d * 4, rel=0.03)
@@ -113,7 +113,7 @@ def test_states_of_clip_add_keys_values_and_an_attention_to_each_block() -> None
     latent, patches, d, layers = (16, 5, 60, 104), 7800, 5120, 40
     joined, states = usual_config(**JOINED), usual_config(**STATES)
     block = 2 * 2 * ROWS * d * d + 4 * patches * ROWS * d
-    more = forward_flops(states, latent) - forward_flops(joined, latent)
+    more = count_flops(states, latent).forward - count_flops(joined, latent).forward
     assert more == layers * block + 2 * ROWS * 1280 * (1280 + d)
     engine = student_engine("bfloat16")
     saved = [activation_bytes(c, engine, latent, 1, accelerator=True).transient for c in (joined, states)]

@@ -13,7 +13,7 @@ from torch import nn
 from wandistiller.utils.files import read_json
 from wandistiller.wan.activation_memory import Live
 from wandistiller.wan.components import decoded, encoded, text_encoder_of, vae_of
-from wandistiller.wan.fake_tensor_memory import ON_CPU, decoding, encoding, shortened, text_encoding
+from wandistiller.wan.fake_tensor_memory import ON_CPU, coding, shortened, text_encoding
 from wandistiller.wan.pipeline import TINY
 
 MIB = 2**20
@@ -50,13 +50,13 @@ def test_planned_memory_of_a_vae_is_that_of_real_tensors_of_the_whole_video(name
     vae, spatial = VAES[name]
     pixels = (1, 3, frames, 32, 48)
     latents = (1, vae["z_dim"], (frames - 1) // 4 + 1, 32 // spatial, 48 // spatial)
-    for plan, call, shape in ((encoding, encoded, pixels), (decoding, decoded, latents)):
+    for plan, call, shape in (("encode", encoded, pixels), ("decode", decoded, latents)):
         model = vae_of(vae)
         for on_gpu in (True, False):
             with torch.no_grad(), Live(cudnn=on_gpu) as measured:
                 call(model, torch.zeros(shape))
             expected = measured.most if on_gpu else int(ON_CPU * measured.most)
-            assert plan(vae, shape, accelerator=on_gpu).work == expected
+            assert coding(plan, vae, shape, accelerator=on_gpu).work == expected
 
 
 def test_cudnn_takes_a_convolution_s_tensors_again_while_it_runs() -> None:
@@ -96,8 +96,8 @@ def test_of_a_long_video_only_four_chunks_are_run() -> None:
 
 
 MEASURED = {  # MiB on an H100, torch 2.11, 480x832, float32: python tests/gpu/measure.py coders
-    "Wan2.1": {(encoding, 1): 2063, (decoding, 1): 3225, (encoding, 81): 6925, (decoding, 81): 8973},
-    "Wan2.2": {(encoding, 1): 996, (decoding, 1): 2820, (encoding, 81): 3983, (decoding, 81): 9391},
+    "Wan2.1": {("encode", 1): 2063, ("decode", 1): 3225, ("encode", 81): 6925, ("decode", 81): 8973},
+    "Wan2.2": {("encode", 1): 996, ("decode", 1): 2820, ("encode", 81): 3983, ("decode", 81): 9391},
 }
 
 
@@ -106,6 +106,6 @@ def test_planned_memory_of_a_published_vae_is_what_a_gpu_measured_to_a_thousandt
     vae, side = {"Wan2.1": (WAN21, 8), "Wan2.2": (WAN22, 16)}[name]
     for (plan, frames), measured in MEASURED[name].items():
         latents = (1, vae["z_dim"], 1 + (frames - 1) // 4, 480 // side, 832 // side)
-        shape = latents if plan is decoding else (1, 3, frames, 480, 832)
-        need = plan(vae, shape, accelerator=True)
+        shape = latents if plan == "decode" else (1, 3, frames, 480, 832)
+        need = coding(plan, vae, shape, accelerator=True)
         assert need.work / MIB == pytest.approx(measured, rel=2e-3)

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from wandistiller.engine.activation_checkpointing import CheckpointPolicy
 from wandistiller.network.network import Network, Trained
-from wandistiller.wan.flops import count_flops, forward_flops
+from wandistiller.wan.flops import count_flops
 from wandistiller.wan.text_padding import TEXT_TOKENS
 from wandistiller.wan.transformer import usual_config, velocity
 from wandistiller.wan.transformer_config import TransformerConfig
@@ -28,7 +28,7 @@ def test_a_forward_pass_of_14b_is_the_sum_of_its_matrices_and_attention() -> Non
     cross_attention = 2 * 2 * t * d * d + 2 * 2 * text * d * d + 4 * t * text * d
     ends = 2 * t * d * 4 * (16 + 16) + 2 * text * d * (4096 + d) + 2 * d * (256 + d + 6 * d)
     block = self_attention + cross_attention + 2 * 2 * t * d * f
-    assert forward_flops(usual_config(**LARGE), (16, 1, 60, 104)) == layers * block + ends
+    assert count_flops(usual_config(**LARGE), (16, 1, 60, 104)).forward == layers * block + ends
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["all", "adapters"])
@@ -61,6 +61,6 @@ def test_a_backward_pass_computes_checkpointed_blocks_again(
 def test_a_feed_forward_part_is_its_share_of_the_block() -> None:
     c = TransformerConfig.of(small_transformer(0, 4, **SIZES).config)
     d, f, tokens = 256, 1024, 8 * 12
-    block = (forward_flops(c, LATENT) - forward_flops(c.replaced(num_layers=1), LATENT)) / 3
+    block = (count_flops(c, LATENT).forward - count_flops(c.replaced(num_layers=1), LATENT).forward) / 3
     share = count_flops(c, LATENT).recomputed(CheckpointPolicy(checkpoint="feed_forward"))
     assert share == pytest.approx(2 * 2 * tokens * d * f / block)

@@ -9,10 +9,10 @@ from torch import Tensor
 from wandistiller.utils.system_memory import GIB
 from wandistiller.wan.activation_memory import Live
 from wandistiller.wan.components import decoded, encoded, vae_of
-from wandistiller.wan.fake_tensor_memory import decoding, encoding, tile
+from wandistiller.wan.fake_tensor_memory import coding, tile
 from wandistiller.wan.loaded_components import load_vae
 from wandistiller.wan.pipeline import TINY
-from wandistiller.wan.vae import PARTS, FittingVae, fitting
+from wandistiller.wan.vae import FittingVae, fitting
 
 CLIP = (1, 16, 21, 60, 104)  # latents of 81 frames of 480x832
 VAES = {"Wan2.1": (VAE21, 8), "Wan2.2": (VAE22, 16)}
@@ -29,7 +29,7 @@ def test_a_clip_is_decoded_in_tiles_if_its_8_8_gib_are_not_free(gib: int, tiles:
 
 def test_a_call_of_one_tile_stays_whole_though_it_does_not_fit() -> None:
     need, tiles = fitting("decode", PUBLISHED, (1, 16, 1, 32, 32), 0, accelerator=True)
-    assert not tiles and need == decoding(PUBLISHED, (1, 16, 1, 32, 32), accelerator=True)
+    assert not tiles and need == coding("decode", PUBLISHED, (1, 16, 1, 32, 32), accelerator=True)
 
 
 @pytest.mark.slow
@@ -45,12 +45,12 @@ def test_planned_memory_of_tiles_is_at_least_that_of_real_tensors(name: str, siz
     (vae, spatial), (frames, *sides) = VAES[name], size
     pixels, z = (1, 3, frames, *sides), vae["z_dim"]
     latents = (1, z, (frames - 1) // 4 + 1, *(n // spatial for n in sides))
-    for plan, call, shape in ((encoding, encoded, pixels), (decoding, decoded, latents)):
+    for plan, call, shape in (("encode", encoded, pixels), ("decode", decoded, latents)):
         model, x_BCFHW = FittingVae.from_config(vae_of(vae).config), torch.zeros(shape)
         in_tiles(model, x_BCFHW, call.__name__.removesuffix("d"))
         with torch.no_grad(), Live(cudnn=True) as measured:
             call(model, x_BCFHW)
-        planned = plan(vae, shape, accelerator=True, tiles=True).work
+        planned = coding(plan, vae, shape, accelerator=True, tiles=True).work
         assert measured.most <= planned <= 1.5 * measured.most
 
 
@@ -60,12 +60,12 @@ def test_planned_memory_of_a_batch_is_at_least_that_of_real_tensors(name: str, f
     vae, spatial = VAES[name]
     pixels, z = (3, 3, frames, 64, 96), vae["z_dim"]
     latents = (3, z, (frames - 1) // 4 + 1, 64 // spatial, 96 // spatial)
-    for plan, call, shape in ((encoding, encoded, pixels), (decoding, decoded, latents)):
+    for plan, call, shape in (("encode", encoded, pixels), ("decode", decoded, latents)):
         model = vae_of(vae)
         model.enable_slicing()
         with torch.no_grad(), Live(cudnn=True) as measured:
             call(model, torch.zeros(shape))
-        assert measured.most <= plan(vae, shape, accelerator=True).work <= 1.5 * measured.most
+        assert measured.most <= coding(plan, vae, shape, accelerator=True).work <= 1.5 * measured.most
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_pixels_of_an_untrained_wan_vae_in_tiles_differ_by_a_tenth_at_the_most()
 def test_on_a_cpu_tiles_take_at_most_what_is_planned(
     call: str, shape: tuple[int, ...], measured_mib: int
 ) -> None:
-    planned = PARTS[call](PUBLISHED, shape, accelerator=False, tiles=True).work / 2**20
+    planned = coding(call, PUBLISHED, shape, accelerator=False, tiles=True).work / 2**20
     assert measured_mib <= planned <= 1.5 * measured_mib
 
 

@@ -4,7 +4,6 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.data.media import LETTERBOX
@@ -64,7 +63,10 @@ class DiffusersFormat(ExportFormat):
             images = IMAGE_PARTS if teacher.config.image_dim else ()
             for part in ("vae", "text_encoder", "tokenizer", *images):
                 _copy_component(teacher.path / part, folder / part)
-            scheduler = _scheduler(teacher, source.facts)
+            if (facts := source.facts).few_steps:  # with the noise levels that are trained
+                scheduler = few_step_config(facts.shift, facts.steps, facts.sampler or EULER)
+            else:
+                scheduler = pipeline_config(teacher, facts.shift)
             write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
             _write_index(teacher, source, scheduler["_class_name"], folder)
             write_pipeline_card(folder, source, self.repository)
@@ -82,13 +84,6 @@ def _copy_component(source: Path, target: Path) -> None:
             given, known = read_json(file), known_config(file)
             if given != known:
                 write_json(file, known)
-
-
-def _scheduler(teacher: WanFolder, facts: Facts) -> dict[str, Any]:
-    """The scheduler's config: for few steps with the noise levels that are trained, else the teacher's."""
-    if facts.few_steps:
-        return few_step_config(facts.shift, facts.steps, facts.sampler or EULER)
-    return pipeline_config(teacher, facts.shift)
 
 
 def _write_index(teacher: WanFolder, source: Source, scheduler: str, folder: Path) -> None:
@@ -115,16 +110,16 @@ def _images(facts: Facts) -> str:
 
 
 def write_pipeline_card(folder: Path, source: Source, repository: str) -> None:
-    """Write README.md of a pipeline."""
     facts, save = source.published, SAVE_IMAGE
     if facts.num_frames > 1:
         save = SAVE_VIDEO.format(fps=source.recipe.get("video_fps", 16))
-    given = {"pipeline": "WanPipeline", "load": "", "image": ""}
+    call = {"pipeline": "WanPipeline", "load": "", "image": ""}
     if facts.image_to_video:
         load = ", load_image\nfrom PIL import Image, ImageOps"
-        given = {"pipeline": "WanImageToVideoPipeline", "load": load, "image": _images(facts)}
-    more = given | {"made": student_sentence(facts), "where": repository or HERE, "save": save}
-    text = CARD.format(**vars(facts), **more)
+        call = {"pipeline": "WanImageToVideoPipeline", "load": load, "image": _images(facts)}
+    text = CARD.format(
+        **vars(facts), **call, made=student_sentence(facts), where=repository or HERE, save=save
+    )
     if save is SAVE_IMAGE:
         text = text.replace("from diffusers.utils import export_to_video\n", "")
     write_card(folder, source, "finetune", text)

@@ -3,7 +3,7 @@
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,20 +12,11 @@ from diffusers import WanPipeline
 from torch import Tensor
 
 from wandistiller.experts import Expert
-from wandistiller.export.comfy_nodes import comfy_nodes
+from wandistiller.export import model_card
 from wandistiller.export.formats.base import ExportFormat
 from wandistiller.export.low_rank import A, Adapter, B, extract
-from wandistiller.export.model_card import (
-    BESIDE,
-    HERE,
-    MADE_FOR,
-    few_steps_sentence,
-    joined,
-    write_card,
-)
 from wandistiller.export.output import check_files, check_folder, per_expert, replaced, write_file
-from wandistiller.export.source import Source, arguments, clip, written
-from wandistiller.export.whole_model import WholeModel
+from wandistiller.export.source import Source, WholeModel, arguments, clip, written
 from wandistiller.flow import EULER
 from wandistiller.network.adapters import adapter_state, linear_layers
 from wandistiller.utils.errors import ConfigError, problem
@@ -200,12 +191,14 @@ def _trained(source: Source, name: str) -> Adapter:
     model = source.adapters(name)
     config = model.peft_config["default"]
     layers = {n: m for n, m in model.named_modules() if hasattr(m, "lora_A")}
+    ranks = Counter(layer.r["default"] for layer in layers.values())
+    listed = ", ".join(f"{number} of {rank}" for rank, number in sorted(ranks.items()))
     adapter = Adapter(
         adapter_state(model),
         config.lora_alpha,
         config.r,
         config.to_dict(),
-        _other_ranks(layer.r["default"] for layer in layers.values()),
+        f"; layers by rank: {listed}" if len(ranks) > 1 else "",
         {n: layer.scaling["default"] for n, layer in layers.items()},
     )
     if not (source.facts.bases and source.facts.teacher_lora):
@@ -221,16 +214,8 @@ def _trained(source: Source, name: str) -> Adapter:
 
 
 def _changes(adapter: Adapter) -> dict[str, LowRank]:
-    """Return what an adapter changes of each layer."""
     layers = [key.removesuffix(A) for key in adapter.state if key.endswith(A)]
     return {n: LowRank(adapter.state[n + A], adapter.state[n + B] * adapter.factor(n)) for n in layers}
-
-
-def _other_ranks(of_layers: Iterable[int]) -> str:
-    """Say how many layers have which rank, if there are several."""
-    ranks = sorted(Counter(of_layers).items())
-    listed = ", ".join(f"{n} of {rank}" for rank, n in ranks)
-    return f"; layers by rank: {listed}" if len(ranks) > 1 else ""
 
 
 def comfy_state(adapter: Adapter) -> dict[str, Tensor]:
@@ -253,8 +238,10 @@ def _scheduler(source: Source) -> dict[str, str]:
     facts = source.facts
     pipeline = "WanImageToVideoPipeline" if facts.image_to_video else "WanPipeline"
     if not facts.few_steps:
-        shift = arguments({_shift_key(source): facts.shift})
-        call = f"pipe.scheduler.from_config(pipe.scheduler.config, {shift})"
+        key = "flow_shift"  # the usual one, if the teacher is gone
+        with suppress(ConfigError):
+            key = shift_key(pipeline_config(source.teacher(weights=False), facts.shift))
+        call = f"pipe.scheduler.from_config(pipe.scheduler.config, {arguments({key: facts.shift})})"
         return {"classes": pipeline, "pipeline": pipeline, "scheduler": f"pipe.scheduler = {call}"}
     config = few_step_config(facts.shift, facts.steps, facts.sampler or EULER)
     name = config.pop("_class_name")
@@ -263,14 +250,6 @@ def _scheduler(source: Source) -> dict[str, str]:
         lines.append(f"pipe.register_to_config({arguments({'boundary_ratio': facts.boundary})})")
     classes = f"{name}, {pipeline}"
     return {"classes": classes, "pipeline": pipeline, "scheduler": "\n".join(lines)}
-
-
-def _shift_key(source: Source) -> str:
-    """The key of the shift in the teacher's own scheduler; the usual one, if the teacher is gone."""
-    try:
-        return shift_key(pipeline_config(source.teacher(weights=False), source.facts.shift))
-    except ConfigError:
-        return "flow_shift"
 
 
 def loading_lines(files: list[str], networks: list[Expert]) -> list[str]:
@@ -296,7 +275,7 @@ def write_adapter_card(
     """
     facts = source.published
     base = facts.lora_base
-    where = repository or (BESIDE if comfy else HERE)
+    where = repository or (model_card.BESIDE if comfy else model_card.HERE)
     networks = [Expert(name) for name in facts.bases or source.experts]
     calls = loading_lines([f'"{where}", weight_name="{file}"' for file in files], networks)
     text = CARD.format(
@@ -304,12 +283,13 @@ def write_adapter_card(
         **_scheduler(source),
         layers=facts.config.num_layers,
         rank=rank,
-        made_for=MADE_FOR.format(**written(facts), clip=clip(facts)) + few_steps_sentence(facts),
+        made_for=model_card.MADE_FOR.format(**written(facts), clip=clip(facts))
+        + model_card.few_steps_sentence(facts),
         calls="\n".join(calls),
     )
     if comfy:
         model = "low-noise model alone" if networks == [Expert.LOW_NOISE] else "model"
         model = f"the teacher's {model}" if base == facts.teacher_path else f"the {model} of `{base}`"
-        text += f"\nFor ComfyUI put {joined(files)} into `models/loras`, for {model}.\n"
-        text += comfy_nodes(facts, "LoraLoaderModelOnly")
-    write_card(folder, source, "adapter", text)
+        text += f"\nFor ComfyUI put {model_card.joined(files)} into `models/loras`, for {model}.\n"
+        text += model_card.comfy_nodes(facts, "LoraLoaderModelOnly")
+    model_card.write_card(folder, source, "adapter", text)

@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from wandistiller.export.comfy_nodes import comfy_nodes
 from wandistiller.export.formats.base import ExportFormat
-from wandistiller.export.model_card import HUB, joined, student_sentence, write_card
+from wandistiller.export.model_card import HUB, comfy_nodes, joined, student_sentence, write_card
 from wandistiller.export.output import check_files, per_expert, replaced, write_file
 from wandistiller.export.source import Source
 from wandistiller.wan import transformer

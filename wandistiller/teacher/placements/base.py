@@ -16,15 +16,7 @@ from wandistiller.engine.kernels import Kernels
 from wandistiller.engine.topology import Topology
 from wandistiller.engine.zero_memory import Bytes, ParameterSize, one_at_a_time, partition_bytes
 from wandistiller.experts import Expert
-from wandistiller.teacher.quantized import (
-    KEY,
-    Weights,
-    is_quantized,
-    stored_sizes,
-    unpacked_bytes,
-    unpacked_until_backward,
-    weights_problems,
-)
+from wandistiller.teacher import quantized
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.utils.validation import Index, types_of
 from wandistiller.wan.pipeline import WanFolder
@@ -54,7 +46,7 @@ class Placement(Kernels, ABC):
 
     guidance_passes: Annotated[int, Field(ge=1, le=2)] = 1
     """2: text and null branch one after the other, for half the memory of a call."""
-    weights: Weights = None
+    weights: quantized.Weights = None
     """Format of the blocks' linear layers, in 8 or 4 bits."""
 
     ahead: bool | None = None
@@ -92,8 +84,8 @@ class Placement(Kernels, ABC):
                 "Neither a ZeRO engine of stage 3 nor a device map holds quantised weights. Leave it out, or "
                 f'take a JSON of stage 0, or with `{BLOCK}.placement` "streamed", "host_cpu" or "owner".'
             )
-            return [self.engine.problem(KEY, self.weights, text)]
-        return weights_problems(self.engine, self.weights)
+            return [self.engine.problem(quantized.KEY, self.weights, text)]
+        return quantized.weights_problems(self.engine, self.weights)
 
     def reads_all(self) -> bool:
         """Return whether all weights come from the readers that `load` is given."""
@@ -151,7 +143,7 @@ class Placement(Kernels, ABC):
     def unpacked(self, config: TransformerConfig) -> int:
         item = self.engine.dtype.itemsize
         sizes = self._quantized(config).values()
-        return max((unpacked_bytes(n, self.weights, item) for n in sizes), default=0)
+        return max((quantized.unpacked_bytes(n, self.weights, item) for n in sizes), default=0)
 
     def unpacked_with_gradients(self, config: TransformerConfig, policy: CheckpointPolicy | None) -> int:
         """Bytes that a forward and backward pass takes for quantised weights, of networks that share them.
@@ -166,15 +158,15 @@ class Placement(Kernels, ABC):
         again = -(-layers // policy.checkpoint_every) - 1 if policy else 0
         parts = PARTS[policy.checkpoint] if policy else ()
         for name, n in self._quantized(config.replaced(num_layers=1)).items():
-            stays = unpacked_until_backward(n, self.weights, item)
+            stays = quantized.unpacked_until_backward(n, self.weights, item)
             inside = not parts or split_name(name)[1].partition(".")[0] in parts
             kept += stays * (layers - again * inside)
-            coming = max(coming, unpacked_bytes(n, self.weights, item) - stays)
+            coming = max(coming, quantized.unpacked_bytes(n, self.weights, item) - stays)
         return kept + coming
 
     def _quantized(self, config: TransformerConfig) -> dict[str, int]:
         every = shapes(config).items()
-        return {name: prod(s) for name, s in every if is_quantized(name, s, self.weights)}
+        return {name: prod(s) for name, s in every if quantized.is_quantized(name, s, self.weights)}
 
     def behind(self, config: TransformerConfig) -> int:
         """Bytes of weights that an accelerator still uses when the host has sent the next ones."""
@@ -235,12 +227,14 @@ class OnOneRank(Placement):
 
 
 @once_for_each
-def _parameter_sizes(config: TransformerConfig, dtype: torch.dtype, weights: Weights) -> list[ParameterSize]:
+def _parameter_sizes(
+    config: TransformerConfig, dtype: torch.dtype, weights: quantized.Weights
+) -> list[ParameterSize]:
     sizes = []
     for name, shape in shapes(config).items():
         item = parameter_dtype(name, dtype).itemsize
         stored = [(prod(shape), item)]
-        if is_quantized(name, shape, weights):
-            stored = stored_sizes(shape, weights, item)
+        if quantized.is_quantized(name, shape, weights):
+            stored = quantized.stored_sizes(shape, weights, item)
         sizes += [ParameterSize(name, *each) for each in stored]
     return sizes

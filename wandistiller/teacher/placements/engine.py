@@ -7,18 +7,10 @@ import deepspeed
 from torch import nn
 
 from wandistiller.distributed import collectives
-from wandistiller.engine import nvme
+from wandistiller.engine import nvme, zero_memory
 from wandistiller.engine.ds_schema import BLOCK
 from wandistiller.engine.fetch_pace import fetching_blocks, pace_fetches
 from wandistiller.engine.topology import Topology
-from wandistiller.engine.zero_memory import (
-    Bytes,
-    behind_bytes,
-    gathered_bytes,
-    module_of,
-    partition_bytes,
-    swapped_bytes,
-)
 from wandistiller.experts import Expert
 from wandistiller.teacher.loading import load_sharded, load_whole
 from wandistiller.teacher.placements.base import Placement
@@ -82,21 +74,25 @@ class Engine(Placement):
     def sharers(self, topology: Topology) -> int:
         return topology.ranks_on_node if self.shards == "node" else topology.ranks
 
-    def memory(self, config: TransformerConfig, sharers: int) -> Bytes:
+    def memory(self, config: TransformerConfig, sharers: int) -> zero_memory.Bytes:
         if self.engine.stage == 0:
             return super().memory(config, sharers)
         sizes, home = self.parameter_sizes(config), self.engine.weights_on
-        unit_of = module_of if home == "nvme" else block_or_module
-        kept, transient = gathered_bytes(sizes, self.engine, sharers, unit_of=unit_of)
+        unit_of = zero_memory.module_of if home == "nvme" else block_or_module
+        kept, transient = zero_memory.gathered_bytes(sizes, self.engine, sharers, unit_of=unit_of)
         if home == "nvme":
-            return Bytes(kept, transient) + swapped_bytes(sizes, self.engine, sharers)
-        parts = partition_bytes(sizes, sharers)
-        return Bytes(kept, transient, parts) if home == "cpu" else Bytes(kept + parts, transient)
+            return zero_memory.Bytes(kept, transient) + zero_memory.swapped_bytes(sizes, self.engine, sharers)
+        parts = zero_memory.partition_bytes(sizes, sharers)
+        return (
+            zero_memory.Bytes(kept, transient, parts)
+            if home == "cpu"
+            else zero_memory.Bytes(kept + parts, transient)
+        )
 
     def behind(self, config: TransformerConfig) -> int:
         if self.engine.stage < 3:
             return 0
-        return behind_bytes(self.parameter_sizes(config), self.engine, block_of)
+        return zero_memory.behind_bytes(self.parameter_sizes(config), self.engine, block_of)
 
     def overhead(self) -> int:
         return OVERHEAD if self.engine.stage == 3 else 0

@@ -11,7 +11,7 @@ from wandistiller.distributed import collectives
 from wandistiller.engine.topology import Topology
 from wandistiller.engine.zero_memory import Bytes, one_at_a_time, round_up
 from wandistiller.experts import Expert
-from wandistiller.teacher.block_stream import BUFFERS, Buffers
+from wandistiller.network.block_source import BUFFERS, Buffers
 from wandistiller.teacher.loading import ALIGNED, load_streamed
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.wan.pipeline import WanFolder

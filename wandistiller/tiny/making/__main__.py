@@ -35,11 +35,10 @@ from diffusers import (
 from transformers import T5TokenizerFast, UMT5EncoderModel
 
 from wandistiller.tiny.making.experts import FLOW_SHIFT, Cache, train_expert
-from wandistiller.tiny.making.pictures import write_rows
 from wandistiller.tiny.making.scores import megabytes, print_scores
 from wandistiller.tiny.making.text import train_text_encoder, train_tokenizer
 from wandistiller.tiny.making.vae import log, polish_decoder, train_vae
-from wandistiller.tiny.making.worlds import WORLDS, World
+from wandistiller.tiny.making.worlds import WORLDS, World, write_rows
 from wandistiller.utils.files import write_json
 from wandistiller.wan.components import known_config
 

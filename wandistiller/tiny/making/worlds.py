@@ -1,8 +1,9 @@
 """The worlds that a teacher is made for, with the sizes and steps of its training.
 
-They are pictures, clips, and clips that begin with a given picture.
+They are pictures, clips, and clips that begin with a given picture, whose pictures and rows are written here.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 from wandistiller.tiny import clips, first_frames, shapes
+from wandistiller.tiny.first_frames import FOLDER, HELD_OUT, ROWS, SEEN, SPECS, render
+from wandistiller.utils.images import to_pil
 
 TINY = Path(__file__).parent.parent
 BOUNDARY, IMAGE_BOUNDARY = 0.875, 0.9
@@ -166,3 +169,18 @@ WORLDS = {
         begins=True,
     ),
 }
+
+
+SEED = 20_000
+"""Jitter of the pictures; no training has it."""
+
+
+def write_rows() -> None:
+    """Write each picture once, and the rows of both sets."""
+    FOLDER.mkdir(exist_ok=True)
+    drawn = {scene.picture: name for name, scene in SPECS.items()}
+    for file, name in drawn.items():
+        to_pil(render(name, SEED)[:, 0]).save(FOLDER / file, optimize=True)
+    for file, names in zip(ROWS.values(), (SEEN, HELD_OUT), strict=True):
+        rows = [{"prompt": SPECS[name].worded(0), "image": SPECS[name].picture} for name in names]
+        file.write_text("\n".join(map(json.dumps, rows)) + "\n")

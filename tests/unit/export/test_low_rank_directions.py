@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from wandistiller.export.low_rank import EXACT, in_halves, largest_directions
 from wandistiller.utils.keyed_random import keyed_normal
-from wandistiller.utils.low_rank import EXACT, in_halves, largest_directions
 
 SIZE = EXACT + 88
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from ranks import run
 
+from wandistiller.cli.out_of_memory import is_out_of_memory
 from wandistiller.distributed import device
-from wandistiller.distributed.oom import is_out_of_memory
 from wandistiller.planner import machine
 from wandistiller.planner.machine import memory_line
 from wandistiller.utils.system_memory import GIB
@@ -21,7 +21,7 @@ import json, resource, sys
 import numpy, torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from wandistiller.distributed.oom import is_out_of_memory
+from wandistiller.cli.out_of_memory import is_out_of_memory
 from wandistiller.planner.machine import memory_line
 file, GIB = sys.argv[1], 2**30
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from planned import ONE_24, published_job
 
+from wandistiller.cli.out_of_memory import PLAN, SHOWN, advice
 from wandistiller.cli.parser import read
-from wandistiller.planner.oom_advice import PLAN, SHOWN, advice
 
 ENGINE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,

@@ -10,9 +10,9 @@ import torch
 from diffusers import WanPipeline
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
-from wandistiller.data import text_cache
+from wandistiller.data import conditions
+from wandistiller.data.conditions import TextCache, text_fingerprint
 from wandistiller.data.lines import clean
-from wandistiller.data.text_cache import TextCache, text_fingerprint
 from wandistiller.wan.loaded_components import Encoder, offload_kwargs
 from wandistiller.wan.text_padding import TEXT_TOKENS, padded
 
@@ -114,7 +114,7 @@ def shards(folder: Path) -> dict[Path, int]:
 
 @pytest.fixture
 def two_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_cache, "PROMPTS_PER_FILE", 2)
+    monkeypatch.setattr(conditions, "PROMPTS_PER_FILE", 2)
 
 
 @pytest.mark.usefixtures("one_rank", "two_a_shard")
@@ -148,7 +148,7 @@ def test_a_cache_that_has_all_prompts_in_whatever_order_loads_no_encoder(
 ) -> None:
     filled(tmp_path, wan2, ["a", "red", "blue", "left"])
     before = shards(tmp_path)
-    monkeypatch.setattr(text_cache, "Encoder", None)  # to load one would raise
+    monkeypatch.setattr(conditions, "Encoder", None)  # to load one would raise
     text = filled(tmp_path, wan2, ["left", "red", "a"])
     assert shards(tmp_path) == before
     assert near(

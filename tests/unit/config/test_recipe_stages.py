@@ -6,16 +6,21 @@ from typing import Any
 import pytest
 from ranks import write_json
 
+from wandistiller.config.recipe import Recipe, read_recipe, recipe_of
 from wandistiller.config.run_config import RunConfig
-from wandistiller.config.stages import read_jobs, read_runs, runs_of
+from wandistiller.config.stages import read_jobs
 from wandistiller.utils.errors import ConfigError
 
 OUTER = {"teacher_path": "tiny", "data_path": "tiny", "output_dir": "out", "max_steps": 7, "seed": 3}
 TWO = [{"name": "match"}, {"name": "few", "objective": "consistency", "max_steps": 5}]
 
 
+def read(folder: Path, flags: dict[str, Any] | None = None, **values: Any) -> Recipe:
+    return read_recipe(str(write_json(folder / "r.json", OUTER | {"stages": TWO} | values)), flags or {})
+
+
 def runs(folder: Path, flags: dict[str, Any] | None = None, **values: Any) -> dict[str, RunConfig]:
-    return read_runs(str(write_json(folder / "r.json", OUTER | {"stages": TWO} | values)), flags or {})
+    return read(folder, flags, **values).runs
 
 
 def error(folder: Path, **given: Any) -> str:
@@ -48,12 +53,8 @@ def test_flags_win_over_both_and_the_student_s_is_of_the_first_stage(tmp_path: P
     ("outer", "own", "expected"),
     [
         ({"max_steps": None, "num_epochs": 2}, {"max_steps": 5}, {"max_steps": 5, "num_epochs": None}),
-        ({"num_steps": 9, "max_steps": 9}, {"max_steps": 5}, {"max_steps": 5}),
-        (
-            {"teacher_device_strategy": "gpu"},
-            {"teacher_deepspeed_config": "ds_configs/teacher/owner.json"},
-            {"teacher_deepspeed_config": "ds_configs/teacher/owner.json"},
-        ),
+        ({"teacher_dtype": "float32"}, {"teacher_deepspeed_config": "t.json"}, {"teacher_dtype": None}),
+        ({"teacher_dtype": "float32"}, {"teacher_deepspeed_config": "cpu"}, {"teacher_dtype": "float32"}),
     ],
 )
 def test_a_stage_s_key_replaces_those_that_mean_the_same(
@@ -61,7 +62,7 @@ def test_a_stage_s_key_replaces_those_that_mean_the_same(
 ) -> None:
     outer = {key: value for key, value in (OUTER | outer).items() if value is not None}
     given = outer | {"stages": [{"name": "only"} | own]}
-    (run,) = read_runs(str(write_json(tmp_path / "r.json", given)), {}).values()
+    (run,) = recipe_of(given, {}).runs.values()
     assert {key: getattr(run, key) for key in expected} == expected
 
 
@@ -88,7 +89,7 @@ def test_misfits_of_all_stages_with_teacher_and_data_come_at_once(tmp_path: Path
         {"name": "last", "shift": 3, "width": 31},
     ]
     with pytest.raises(ConfigError) as raised:
-        read_jobs(runs(tmp_path, stages=wrong, output_dir=str(tmp_path / "out")), 1)
+        read_jobs(read(tmp_path, stages=wrong, output_dir=str(tmp_path / "out")), 1)
     lines = str(raised.value).splitlines()
     assert [line.split(":")[0] for line in lines] == ["stage match", "stage few", "stage last"]
 
@@ -102,12 +103,12 @@ def test_problems_of_all_stages_come_at_once_and_the_recipe_s_own_once(tmp_path:
     lines = error(tmp_path, stages=wrong, height="tall").splitlines()
     assert len(lines) == 3
     assert sum("r.json: `height`" in line for line in lines) == 1
-    assert any("stage match: `lr` is -1" in line for line in lines)
-    assert any("stage few: `ema` is 2" in line for line in lines)
+    assert any(f"stage match: {tmp_path}/r.json: `lr` is -1" in line for line in lines)
+    assert any(f"stage few: {tmp_path}/r.json: `ema` is 2" in line for line in lines)
 
 
 def test_a_recipe_s_own_values_stay_as_they_were_given() -> None:
-    stage = {"name": "only", "num_steps": 3, "teacher_device_strategy": "gpu"}
+    stage = {"name": "only", "max_steps": 3, "teacher_deepspeed_config": "gpu"}
     given = OUTER | {"stages": [dict(stage)]}
-    (run,) = runs_of(given, {}, None).values()
+    (run,) = recipe_of(given, {}).runs.values()
     assert run.max_steps == 3 and given["stages"] == [stage]

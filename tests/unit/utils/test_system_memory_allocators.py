@@ -6,37 +6,39 @@ import resource
 import pytest
 import torch
 
-from wandistiller.utils import allocators
+from wandistiller.utils.system_memory import ALLOCATOR_SETTINGS, ALLOCATOR_VARIABLES, set_allocators
 
 
 @pytest.fixture(autouse=True)
 def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in allocators.TORCH:
+    for name in ALLOCATOR_VARIABLES:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
 
 def test_torch_s_allocators_are_set_where_the_user_has_not_set_them() -> None:
-    allocators.set_defaults()
-    assert os.environ["PYTORCH_ALLOC_CONF"] == allocators.SETTINGS
+    set_allocators()
+    assert os.environ["PYTORCH_ALLOC_CONF"] == ALLOCATOR_SETTINGS
 
 
-@pytest.mark.parametrize("name", allocators.TORCH)
+@pytest.mark.parametrize("name", ALLOCATOR_VARIABLES)
 def test_the_user_s_own_setting_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "max_split_size_mb:128")
-    allocators.set_defaults()
-    assert {n: os.environ[n] for n in allocators.TORCH if n in os.environ} == {name: "max_split_size_mb:128"}
+    set_allocators()
+    assert {n: os.environ[n] for n in ALLOCATOR_VARIABLES if n in os.environ} == {
+        name: "max_split_size_mb:128"
+    }
 
 
-@pytest.mark.parametrize("key", [setting.split(":")[0] for setting in allocators.SETTINGS.split(",")])
+@pytest.mark.parametrize("key", [setting.split(":")[0] for setting in ALLOCATOR_SETTINGS.split(",")])
 def test_torch_knows_each_setting(key: str) -> None:
-    torch._C._accelerator_setAllocatorSettings(allocators.SETTINGS)
+    torch._C._accelerator_setAllocatorSettings(ALLOCATOR_SETTINGS)
     with pytest.raises((ValueError, RuntimeError)):  # torch ignores a key that it does not know
         torch._C._accelerator_setAllocatorSettings(f"{key}:none of its values")
 
 
 def test_memory_that_a_step_frees_is_not_taken_from_the_system_again() -> None:
-    allocators.set_defaults()
+    set_allocators()
     faults = []
     for _ in range(4):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

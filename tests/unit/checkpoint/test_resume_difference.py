@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from recipes import recipe
 
-from wandistiller.checkpoint.difference import OTHERWISE, in_words
 from wandistiller.checkpoint.loading import FORMAT, STATE
-from wandistiller.checkpoint.resume import changed_keys
+from wandistiller.checkpoint.resume import OTHERWISE, changed_keys, in_words
 from wandistiller.config.identity import inputs
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job

@@ -5,8 +5,16 @@ import math
 import pytest
 import torch
 
-from wandistiller.evaluation.frechet import MOST_GROUPS, frechet, frechet_estimate, frechet_of_gaussians
-from wandistiller.evaluation.metrics import FEATURES, DrawnBatch, Estimate, Z
+from wandistiller.evaluation.metrics import (
+    FEATURES,
+    MOST_GROUPS,
+    DrawnBatch,
+    Estimate,
+    Z,
+    frechet,
+    frechet_estimate,
+    frechet_of_gaussians,
+)
 
 DOUBLE = torch.float64
 

@@ -9,11 +9,11 @@ from ranks import wandistiller, write_json
 
 from wandistiller.cli.main import main
 from wandistiller.engine.ds_overrides import MICRO, TOTAL
-from wandistiller.planner import shortage
+from wandistiller.planner import disk
+from wandistiller.planner.disk import shortages
 from wandistiller.planner.machine import demands
 from wandistiller.planner.peak_memory import plan
 from wandistiller.planner.phase_peak import moments
-from wandistiller.planner.shortage import shortages
 from wandistiller.utils.files import read_json
 
 MANY = "--keep_checkpoints 1000000 --save_every 1 --max_steps 1000000".split()
@@ -84,7 +84,7 @@ def test_a_run_is_refused_from_a_fifth_over_what_is_free_on_and_warned_of_below(
     found = {}
     for times in (0.99, 1.01, 1.19, 1.21):
         machine = replace(ONE_24, device_free=int(needs / times))
-        monkeypatch.setattr(shortage, "machine_now", lambda machine=machine: machine)
+        monkeypatch.setattr(disk, "machine_now", lambda machine=machine: machine)
         short = shortages([run])
         found[times] = len(short.far), len(short.of_memory)
     assert found == {0.99: (0, 0), 1.01: (0, 1), 1.19: (0, 1), 1.21: (1, 0)}

@@ -1,0 +1,163 @@
+"""A recipe and the flags become its runs; each setting keeps its place, and no other file is opened."""
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from wandistiller.config.run_config import AUTO, EITHER, ONLY_FLAGS, PATHS, AutoOf, RunConfig
+from wandistiller.teacher.strategies import strategies
+from wandistiller.utils.errors import ConfigError, Problem, impossible_values, problem
+from wandistiller.utils.files import read_json
+from wandistiller.utils.validation import check, types_of
+
+STAGES, NAME = "stages", "name"
+STUDENT, ENGINE, TEACHER = "student_config", "deepspeed_config", "teacher_deepspeed_config"
+FOLDERS = ("output_dir", "cache_dir", "sample_dir")
+OF_ALL = (*FOLDERS, "resume", "log_level", "timeout")
+"""Settings that hold for the whole recipe."""
+COMMAND_LINE = "command line"
+FITTING_NAME = re.compile(r"[A-Za-z0-9][\w-]{0,63}")
+WHOLE_TEACHER = {"experts": "all"}
+"""The student of a run of adapters that names none."""
+
+
+class Setting(NamedTuple):
+    """A value that the user gave."""
+
+    value: Any
+    place: str
+    """The recipe's file, or COMMAND_LINE."""
+
+
+Settings = dict[str, Setting]
+
+
+class Recipe(NamedTuple):
+    """The runs of a recipe by stage, in order; without stages one, of the stage ""."""
+
+    runs: dict[str, RunConfig]
+    places: dict[str, dict[str, str]]
+    """Of each run, the place of every setting that the user gave."""
+    where: str
+    """The recipe's file, or COMMAND_LINE: the place of all other settings."""
+
+
+def read_recipe(file: str | None, flags: dict[str, Any]) -> Recipe:
+    """Read a recipe's file, if one is given, and merge the flags; see `recipe_of`."""
+    return recipe_of(read_json(file) if file else {}, flags, file)
+
+
+def recipe_of(values: dict[str, Any], flags: dict[str, Any], file: str | None = None) -> Recipe:
+    """Return the runs of a recipe's values: a stage's own replace the others, and flags win over both.
+
+    A stage writes to OUTPUT/1_NAME, and all use one cache.
+
+    Raises:
+        ConfigError: with all problems of the recipe, its stages and the flags.
+    """
+    where, stages = file or COMMAND_LINE, values.get(STAGES, [{NAME: ""}])
+    if problems := _stage_problems(where, stages, values | flags) if STAGES in values else []:
+        raise ConfigError(*problems)
+    shared = _sound(where, {k: v for k, v in values.items() if k != STAGES}, problems)
+    of_flags, of_stages, before = _sound(COMMAND_LINE, flags, problems), {}, ""
+    for number, stage in enumerate(stages, 1):
+        name, own = stage[NAME], {k: v for k, v in stage.items() if k != NAME}
+        below = _laid_over(shared, _sound(where, own, problems, name))
+        settings = _laid_over(below, of_flags)
+        engine = below.get(ENGINE, Setting(AUTO, where))
+        if settings.get(ENGINE, engine).value == AUTO != engine.value:
+            settings[ENGINE] = Setting(AutoOf(engine.value), engine.place)
+        if name:
+            settings |= _folders(settings, f"{number}_{name}")
+        if number > 1:
+            settings[STUDENT] = Setting({"init": before}, where)
+        elif "lora" in settings and settings["lora"].value is not None:
+            settings.setdefault(STUDENT, Setting(WHOLE_TEACHER, where))
+        before = settings["output_dir"].value if "output_dir" in settings else ""
+        of_stages[name] = settings
+    given = [values.keys() | flags.keys() | stage.keys() for stage in stages]
+    for key in (key for key in PATHS if not all(key in keys for keys in given)):
+        problems.append(Problem(f"`{key}` is missing. Give --{key} or the recipe key.", where, key))
+    if problems:
+        raise ConfigError(*problems)
+    runs = {name: RunConfig(**{k: s.value for k, s in one.items()}) for name, one in of_stages.items()}
+    return Recipe(
+        runs, {name: {k: s.place for k, s in one.items()} for name, one in of_stages.items()}, where
+    )
+
+
+def _sound(place: str, given: dict[str, Any], problems: list[Problem], stage: str = "") -> Settings:
+    """Return the settings of one place that are right by themselves; add the problems of the others."""
+    wrong = impossible_values(place, given)
+    possible = {key: value for key, value in given.items() if not impossible_values("", {key: value})}
+    for key in ONLY_FLAGS if place != COMMAND_LINE else ():
+        if key in possible:
+            remedy = f"It says how a run is started, not what it is. Give it as a flag, --{key}."
+            wrong.append(problem(place, key, possible.pop(key), remedy))
+    found, good = check(place, possible, types_of(RunConfig))
+    for one, other in EITHER:
+        if given.get(one) is not None and given.get(other) is not None:
+            found.append(Problem(f"`{one}` and `{other}` are both given. Keep one.", place, one))
+    problems += [one.in_stage(stage) if stage else one for one in [*wrong, *found]]
+    return {key: Setting(value, place) for key, value in good.items()}
+
+
+def _laid_over(below: Settings, above: Settings) -> Settings:
+    """Return settings with others in place of those that mean the same."""
+    replaced = {key for group in EITHER if above.keys() & {*group} for key in group}
+    if TEACHER in above and above[TEACHER].value not in (None, *strategies()):
+        replaced.add("teacher_dtype")  # the precision is in that JSON
+    return {key: setting for key, setting in below.items() if key not in replaced} | above
+
+
+def _folders(settings: Settings, name: str) -> Settings:
+    """Return folders of a stage's own, and the cache of all stages."""
+    given = {key: settings[key] for key in FOLDERS if key in settings and settings[key].value}
+    own = {k: s._replace(value=str(Path(s.value) / name)) for k, s in given.items() if k != "cache_dir"}
+    if output := given.get("output_dir"):
+        own["cache_dir"] = given.get("cache_dir", output._replace(value=str(Path(output.value) / "cache")))
+    return own
+
+
+def _stage_problems(where: str, stages: Any, given: dict[str, Any]) -> list[Problem]:
+    """List what is wrong with the list of stages, apart from the settings in it.
+
+    Args:
+        given: the recipe's other values, and the flags.
+    """
+    if not isinstance(stages, list) or not stages or not all(isinstance(stage, dict) for stage in stages):
+        return [problem(where, STAGES, stages, 'Write a list of objects, each with a "name".')]
+    problems, names = [], [stage.get(NAME) for stage in stages]
+
+    def add(number: int, key: str, remedy: str) -> None:
+        problems.append(problem(where, f"{STAGES}, {number}: {key}", stages[number - 1].get(key), remedy))
+
+    for number, (name, stage) in enumerate(zip(names, stages, strict=True), 1):
+        if not isinstance(name, str) or not FITTING_NAME.fullmatch(name):
+            add(number, NAME, "Write a name of letters, digits, - and _, which its folder gets.")
+        elif names.index(name) < number - 1:
+            add(number, NAME, "Another has it. Write another.")
+        for key in (key for key in OF_ALL if key in stage):
+            add(number, key, "It holds for all stages. Write it outside of `stages`.")
+        if number > 1 and STUDENT in stage:
+            remedy = "A stage trains the student of the stage before; only the first one has this key."
+            add(number, STUDENT, remedy)
+    if (resume := given.get("resume", "auto")) not in ("auto", "never"):
+        remedy = "Stages have checkpoints of their own. Write auto or never."
+        problems.append(problem(where, "resume", resume, remedy))
+    return problems
+
+
+def in_stages(runs: dict[str, dict[str, Any]], places: dict[str, Any]) -> dict[str, Any]:
+    """Return one recipe of the recipes of its stages, by name; settings that all have stand outside."""
+    first, *_ = runs.values()
+    folders = {key: places[key] for key in FOLDERS if key in places}
+    alike = {key for key in first if all(values.get(key) == first[key] for values in runs.values())}
+    shared = {key: value for key, value in first.items() if key in alike} | folders
+    stages = [
+        {NAME: name} | {k: v for k, v in values.items() if k not in {*alike, *OF_ALL}}
+        for name, values in runs.items()
+    ]
+    for stage in stages[1:]:  # the student of the stage before
+        stage.pop(STUDENT, None)
+    return shared | {STAGES: stages}
