@@ -295,9 +295,7 @@ def test_all_that_is_wrong_with_the_parts_comes_at_once_and_then_what_does_not_g
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_student_in_the_folder_of_its_run_is_compared_with_the_teacher_of_that_run(
-    finished: Path,
-) -> None:
+def test_a_student_in_the_folder_of_its_run_is_compared_with_the_teacher_of_that_run(finished: Path) -> None:
     teacher = Path(read_json(finished / "resolved" / "run.json")["teacher_path"])
     assert read_json(finished / "student" / "wandistiller.json")["teacher_path"] == teacher.name
     found = read("--student_path", finished / "student", "--prompts", "a red circle")

@@ -54,11 +54,6 @@ ACCEPTED = {
         "2 bfloat16 none none",
     ),
     "bf16 auto beside fp16": (BOTH | {"fp16": {"enabled": True}} | zero(2), "2 float16 none none"),
-    "fp16 auto alone": (BATCH | {"fp16": auto("enabled")} | zero(2), "2 bfloat16 none none"),
-    "float32": (
-        BOTH | {"fp16": {"enabled": False}, "bf16": {"enabled": False}} | zero(2),
-        "2 float32 none none",
-    ),
     "nulls": (
         TINY
         | zero(3, offload_optimizer=ON_CPU | {"nvme_path": None})

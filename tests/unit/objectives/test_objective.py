@@ -10,15 +10,7 @@ from constant_teacher import BATCH, NOISE, Constant, losses
 from states import state
 from torch import Tensor
 
-from wandistiller.batch import (
-    NOISED,
-    PATH,
-    Batch,
-    Conditioning,
-    Prediction,
-    concat_batches,
-    split_prediction,
-)
+from wandistiller.batch import NOISED, PATH, Batch, Conditioning, Prediction, concat_batches, split_prediction
 from wandistiller.flow import path
 from wandistiller.objectives.base import SIGMA_WEIGHTS, mean_square
 from wandistiller.objectives.objective import Objective
