@@ -61,8 +61,8 @@ def recipe_of(values: dict[str, Any], flags: dict[str, Any], file: str | None = 
     shared = _sound(where, {k: v for k, v in values.items() if k != STAGES}, problems)
     of_flags, of_stages, before = _sound(COMMAND_LINE, flags, problems), {}, ""
     for number, stage in enumerate(stages, 1):
-        name, own = stage[NAME], {k: v for k, v in stage.items() if k != NAME}
-        below = _laid_over(shared, _sound(where, own, problems, name))
+        name, keys = stage[NAME], {k: v for k, v in stage.items() if k != NAME}
+        below = _laid_over(shared, _sound(where, keys, problems, name))
         settings = _laid_over(below, of_flags)
         engine = below.get(ENGINE, Setting(AUTO, where))
         if settings.get(ENGINE, engine).value == AUTO != engine.value:
@@ -75,30 +75,29 @@ def recipe_of(values: dict[str, Any], flags: dict[str, Any], file: str | None = 
             settings.setdefault(STUDENT, Setting(WHOLE_TEACHER, where))
         before = settings["output_dir"].value if "output_dir" in settings else ""
         of_stages[name] = settings
-    given = [values.keys() | flags.keys() | stage.keys() for stage in stages]
-    for key in (key for key in PATHS if not all(key in keys for keys in given)):
-        problems.append(Problem(f"`{key}` is missing. Give --{key} or the recipe key.", where, key))
+    for key in PATHS:
+        if not all(key in values.keys() | flags.keys() | stage.keys() for stage in stages):
+            problems.append(Problem(f"`{key}` is missing. Give --{key} or the recipe key.", where, key))
     if problems:
         raise ConfigError(*problems)
     runs = {name: RunConfig(**{k: s.value for k, s in one.items()}) for name, one in of_stages.items()}
-    return Recipe(
-        runs, {name: {k: s.place for k, s in one.items()} for name, one in of_stages.items()}, where
-    )
+    places = {name: {k: s.place for k, s in one.items()} for name, one in of_stages.items()}
+    return Recipe(runs, places, where)
 
 
-def _sound(place: str, given: dict[str, Any], problems: list[Problem], stage: str = "") -> Settings:
+def _sound(place: str, values: dict[str, Any], problems: list[Problem], stage: str = "") -> Settings:
     """Return the settings of one place that are right by themselves; add the problems of the others."""
-    wrong = impossible_values(place, given)
-    possible = {key: value for key, value in given.items() if not impossible_values("", {key: value})}
+    wrong = impossible_values(place, values)
+    possible = {key: value for key, value in values.items() if not impossible_values("", {key: value})}
     for key in ONLY_FLAGS if place != COMMAND_LINE else ():
         if key in possible:
             remedy = f"It says how a run is started, not what it is. Give it as a flag, --{key}."
             wrong.append(problem(place, key, possible.pop(key), remedy))
-    found, good = check(place, possible, types_of(RunConfig))
+    mistyped, good = check(place, possible, types_of(RunConfig))
     for one, other in EITHER:
-        if given.get(one) is not None and given.get(other) is not None:
-            found.append(Problem(f"`{one}` and `{other}` are both given. Keep one.", place, one))
-    problems += [one.in_stage(stage) if stage else one for one in [*wrong, *found]]
+        if values.get(one) is not None and values.get(other) is not None:
+            mistyped.append(Problem(f"`{one}` and `{other}` are both given. Keep one.", place, one))
+    problems += [one.in_stage(stage) if stage else one for one in [*wrong, *mistyped]]
     return {key: Setting(value, place) for key, value in good.items()}
 
 
@@ -112,11 +111,12 @@ def _laid_over(below: Settings, above: Settings) -> Settings:
 
 def _folders(settings: Settings, name: str) -> Settings:
     """Return folders of a stage's own, and the cache of all stages."""
-    given = {key: settings[key] for key in FOLDERS if key in settings and settings[key].value}
-    own = {k: s._replace(value=str(Path(s.value) / name)) for k, s in given.items() if k != "cache_dir"}
-    if output := given.get("output_dir"):
-        own["cache_dir"] = given.get("cache_dir", output._replace(value=str(Path(output.value) / "cache")))
-    return own
+    named = {key: settings[key] for key in FOLDERS if key in settings and settings[key].value}
+    folders = {k: s._replace(value=str(Path(s.value) / name)) for k, s in named.items() if k != "cache_dir"}
+    if output := named.get("output_dir"):
+        shared = output._replace(value=str(Path(output.value) / "cache"))
+        folders["cache_dir"] = named.get("cache_dir", shared)
+    return folders
 
 
 def _stage_problems(where: str, stages: Any, given: dict[str, Any]) -> list[Problem]:

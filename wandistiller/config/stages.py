@@ -114,13 +114,13 @@ def _other_stages_problem(stages: list[str], output: Path) -> Problem | None:
         output: of the first one.
     """
     output = output.parent if stages[0] else output
-    own = [f"{number}_{stage}" for number, stage in enumerate(stages, 1) if stage]
+    names = [f"{number}_{stage}" for number, stage in enumerate(stages, 1) if stage]
     ran = [folder.name for folder in recorded_stages(output) if folder.is_dir()]
-    is_other = bool(ran) or bool(own and manifest.steps(output / "checkpoints"))
-    if not is_other or ran and own and all(map(eq, ran, own)):
+    is_other = bool(ran) or bool(names and manifest.steps(output / "checkpoints"))
+    if not is_other or ran and names and all(map(eq, ran, names)):
         return None
     what = f"the stages {', '.join(ran)}" if ran else "a recipe without stages"
-    text = f"`output_dir` is {output}, where {what} ran; now {', '.join(own) or 'there are none'}."
+    text = f"`output_dir` is {output}, where {what} ran; now {', '.join(names) or 'there are none'}."
     return Problem(f"{text} Give another --output_dir, or the earlier names and order of stages.")
 
 

@@ -39,12 +39,9 @@ class FeatureMatching(Term):
         return [problem("recipe", f"{where}.teacher_blocks", self.teacher_blocks, remedy)]
 
     def combined_problems(self, where: str, run: RunFacts) -> list[str]:
-        of_teacher, problems = self.teacher_blocks, []
-        for key, given, n in (
-            ("blocks", self.blocks, run.layers),
-            ("teacher_blocks", of_teacher, run.teacher_layers),
-        ):
-            if outside := [k for k in given or () if not 0 <= k < n]:
+        problems = []
+        for key, n in (("blocks", run.layers), ("teacher_blocks", run.teacher_layers)):
+            if outside := [k for k in getattr(self, key) or () if not 0 <= k < n]:
                 remedy = f"Write block numbers from 0 to {n - 1}."
                 problems.append(problem("recipe", f"{where}.{key}", outside, remedy))
         return problems
