@@ -1,19 +1,16 @@
 """DMD2: equal to a plain PyTorch loop, one loss curve over ranks and stages, resumed bit for bit."""
 
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpointed import exported
 from plain import PlainDmd2
 from ranks import losses, metrics
 from recipes import recipe, student_engine, train
 from slow_cases import slow_but
 from trainers import trainer_of
 
-from wandistiller.network.heads import PROJECTIONS
 from wandistiller.objectives.dmd2 import CRITIC
 
 STEPS = 4
@@ -150,14 +147,3 @@ def test_its_variants_have_one_loss_curve_and_resume(
     middle = str(one / "checkpoints" / "step_00000001")
     resumed = trained(folder, wan2, f"{name}_3", 1, resume=middle, **short)
     assert losses(resumed) == losses(one)[1:] and of_critic(resumed) == of_critic(one)[1:]
-
-
-@pytest.mark.slow
-def test_heads_learn_to_tell_samples_from_latents_and_move_the_student(folder: Path, wan2: Path) -> None:
-    many = {"max_steps": 8, "objective": DMD2 | {"gan": 0.03}}
-    output = trained(folder, wan2, "heads", 1, **many)
-    lines = metrics(output)
-    assert lines[0]["critic"]["heads"] == pytest.approx(2 * math.log(2), rel=0.2)
-    assert lines[-1]["critic"]["heads"] < lines[0]["critic"]["heads"]
-    assert lines[-1]["watched"]["adversarial"] > 0
-    assert not [name for name in exported(output) if name.startswith(PROJECTIONS)]

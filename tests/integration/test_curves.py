@@ -15,7 +15,7 @@ from wandistiller.config.validate import read_job
 STEPS = 8  # bench/curves.py runs 20
 BF16_TOLERANCE = 1e-2
 """Greatest relative difference of two bf16 curves; measured by bench/curves.py."""
-pytestmark = pytest.mark.slow  # test_training.py has two of these, test_engines.py each stage on one rank
+pytestmark = pytest.mark.slow  # test_training.py has two, test_ds_config_engines.py each stage on one rank
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])

@@ -5,7 +5,6 @@ import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,13 +17,11 @@ from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcesso
 from wandistiller.cli.evaluate import evaluate, read_evaluation
 from wandistiller.cli.parser import read as flags_of
 from wandistiller.data.dataset import PromptItem
-from wandistiller.evaluation import evaluator
 from wandistiller.evaluation.candidates import read_candidate
 from wandistiller.evaluation.clip import Clip
 from wandistiller.evaluation.draw_samples import Sampling, sample
 from wandistiller.evaluation.evaluator import Evaluation, bands
-from wandistiller.evaluation.metrics import METRICS, Metric
-from wandistiller.evaluation.pipelines import DiffusersPipeline, PeakMemory
+from wandistiller.evaluation.pipelines import PeakMemory
 from wandistiller.experts import Expert
 from wandistiller.tiny import shapes
 from wandistiller.utils.errors import ConfigError
@@ -135,24 +132,7 @@ def test_embedded_prompts_are_judged_by_the_shapes_program(wan1: Path, tmp_path:
     assert "| 0 (0 to 49 %)" in (tmp_path / "evaluation.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_a_metric_added_to_the_list_is_in_json_and_table(
-    wan1: Path, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    named = {"name": "brightness", "label": "mean brightness"}
-    METRICS.append(Metric(**named, compute=lambda drawn: drawn.frame_BCHW.mean((1, 2, 3))))
-    request.addfinalizer(METRICS.pop)
-    result = evaluate(comparison(wan1, tmp_path, "--teacher_path", wan1, "--guidance_scale", "1", "--quick"))
-    assert set(result["frechet"]["latent"]) == {"features", "same_seeds"}  # quick: without the floor
-    assert 0 < result["teacher"]["brightness"]["value"] < 1 and result["ratio"]["brightness"]["value"] == 1
-    assert "| mean brightness " in (tmp_path / "evaluation.md").read_text(encoding="utf-8")
-
-
-def test_a_teacher_may_be_placed_by_a_strategy_s_name(wan1: Path, tmp_path: Path) -> None:
-    flags = ["--teacher_path", wan1, "--teacher_deepspeed_config", "stream", "--quick"]
-    assert comparison(wan1, tmp_path, *flags).placement.name == "streamed"
-
-
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 def test_a_placed_teacher_is_the_stock_one_and_its_calls_are_counted_as_those_are(
     wan2: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -289,23 +269,6 @@ def test_bands_are_cut_where_an_expert_takes_over(
     assert [b.student_expert for b in cut] == [LOW if student and b.end <= student else HIGH for b in cut]
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_rank")
-def test_the_first_draw_in_a_process_which_loads_libraries_is_not_the_one_that_is_timed(
-    wan1: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, draw = [0.0], DiffusersPipeline.draw
-
-    def counted(*given: Any) -> torch.Tensor:
-        clock[0] += 2.0 if clock[0] else 100.0
-        return draw(*given)
-
-    monkeypatch.setattr(DiffusersPipeline, "draw", counted)
-    monkeypatch.setattr(evaluator, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    result = evaluate(comparison(wan1, tmp_path, "--teacher_path", wan1, prompts=PROMPTS[:2]))
-    assert [result[side]["seconds_per_sample"]["value"] for side in ("teacher", "student")] == [1.0, 1.0]
-
-
 def test_peak_memory_counts_what_is_held_inside_and_not_what_was_held_before() -> None:
     before = torch.ones(2**25)  # 128 MiB
     memory = PeakMemory()
@@ -332,9 +295,7 @@ def test_all_that_is_wrong_with_the_parts_comes_at_once_and_then_what_does_not_g
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_student_in_the_folder_of_its_run_is_compared_with_the_teacher_of_that_run(
-    finished: Path,
-) -> None:
+def test_a_student_in_the_folder_of_its_run_is_compared_with_the_teacher_of_that_run(finished: Path) -> None:
     teacher = Path(read_json(finished / "resolved" / "run.json")["teacher_path"])
     assert read_json(finished / "student" / "wandistiller.json")["teacher_path"] == teacher.name
     found = read("--student_path", finished / "student", "--prompts", "a red circle")

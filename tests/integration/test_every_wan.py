@@ -23,9 +23,7 @@ from recipes import ADAM, recipe_file, student_engine
 from safetensors.torch import load_file
 from small_wan import FORMS, make_wan
 
-from wandistiller.cli.evaluate import evaluate, read_evaluation
 from wandistiller.cli.main import main
-from wandistiller.cli.parser import read
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
@@ -190,13 +188,3 @@ def test_the_export_is_stored_as_diffusers_would_load_it_in_bfloat16(run: Run) -
     model = WanTransformer3DModel.from_pretrained(run.student / "transformer", dtype=torch.bfloat16)
     assert {n: t.dtype for n, t in stored.items()} == {n: p.dtype for n, p in model.named_parameters()}
     assert {t.dtype for t in stored.values()} == {torch.bfloat16, torch.float32}
-
-
-@pytest.mark.slow
-def test_evaluate_compares_the_student_with_its_teacher(run: Run, tmp_path: Path) -> None:
-    paths = f"--student_path {run.student} --teacher_path {run.job.folder.name} --output {tmp_path}"
-    words = f"evaluate {paths} --steps 1 --quick --prompts circle".split()
-    _, flags = read(words)
-    result = evaluate(read_evaluation(flags, torch.float32, 1))
-    errors = [band["value"] for band in result["relative_velocity_error"]["bands"].values()]
-    assert len(errors) == 5 and np.isfinite(errors).all()

@@ -275,15 +275,6 @@ def test_pictures_of_prompts_that_no_row_has_are_refused(wans: Wans) -> None:
     assert '`sample_prompts` has "a dog", which no row has' in message
 
 
-@pytest.mark.slow
-def test_an_image_that_cannot_be_read_is_skipped_and_named(wans: Wans, tmp_path: Path) -> None:
-    data = image_data(tmp_path / "data", pictures=2)
-    (tmp_path / "data" / "1.png").write_bytes(b"no picture")
-    output = wans.train(A14B, "skipped", data_path=str(data), cache_dir=str(tmp_path / "cache"), max_steps=1)
-    (entry,) = json.loads((output / "skipped.json").read_text())
-    assert entry["file"].endswith("1.png") and "cannot be read" in entry["reason"]
-
-
 def test_an_evaluation_leaves_out_and_names_the_images_that_training_skips(
     wans: Wans, tmp_path: Path
 ) -> None:

@@ -47,8 +47,7 @@ def rest(found: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "precision"),
-    slow_but([tuple(OTHER.split())], product(STUDENTS, ["float32", "bf16"])),
+    ("name", "precision"), slow_but([tuple(OTHER.split())], product(STUDENTS, ["float32", "bf16"]))
 )
 def test_a_resumed_run_is_bitwise_equal(name: str, precision: str, on_ranks: Results) -> None:
     found, engine = on_two_ranks(name, precision, on_ranks), f"{name} {precision}"

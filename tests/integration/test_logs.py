@@ -4,9 +4,7 @@ import io
 import json
 import logging
 import shutil
-import struct
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from PIL import Image
 from pytest import approx
 from ranks import metrics, run, train_words, wandistiller
 from recipes import recipe_file, student_engine
-from slow_cases import slow_but
 
 from wandistiller.cli.failures import Failures
 from wandistiller.distributed.collectives import log0
@@ -90,7 +87,8 @@ def _no_files_afterwards() -> None:
             logger.removeHandler(handler)
 
 
-@pytest.mark.parametrize("experts", slow_but([], [1, 2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", [1, 2])
 def test_a_monitor_of_the_json_has_what_metrics_have_once_by_step(
     experts: int, wan1: Path, wan2: Path, tmp_path: Path
 ) -> None:
@@ -157,49 +155,15 @@ def pixels(file: Path | io.BytesIO) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_weights_and_biases_has_every_number_and_picture_and_knows_a_run_that_goes_on(
-    wan1: Path, tmp_path: Path
-) -> None:
+def test_weights_and_biases_has_the_pictures_and_knows_a_run_that_goes_on(wan1: Path, tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="pip install wandb")
     monitor = {"wandb": {"enabled": True, "project": "p"}}
     env = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
     run_with(monitor, wan1, tmp_path, env, steps=2)
-    lines = run_with(monitor, wan1, tmp_path, env, steps=3)
+    run_with(monitor, wan1, tmp_path, env, steps=3)
     name = (tmp_path / "run" / "wandb_run").read_text()
     runs = sorted((tmp_path / "wandb").glob(f"offline-run-*-{name}"))
     assert len(runs) == 2 and all(list(r.glob("files/media/images/Samples_*.png")) for r in runs)
-    kept = {entry["_step"]: entry for r in runs for entry in history(next(r.glob("*.wandb")))}
-    assert {step: entry["Train/loss"] for step, entry in kept.items()} == {
-        line["step"]: line["loss"] for line in lines
-    }
-    assert {k.removeprefix("Train/") for k in kept[3] if k.startswith("Train/")} == scalars(lines[2]).keys()
-
-
-def leveldb_records(content: bytes, first: int) -> Iterator[bytes]:
-    """Yield the records of a file in LevelDB's log format: blocks of 32 KiB; a header before each piece."""
-    at, record = first, b""
-    while at < len(content):
-        if (left := -at % 32768) and left < 7:
-            at += left
-            continue
-        length, kind = struct.unpack_from("<HB", content, at + 4)
-        record, at = record + content[at + 7 : at + 7 + length], at + 7 + length
-        if kind in (1, 4):  # whole, last
-            yield record
-            record = b""
-
-
-def history(file: Path) -> list[dict[str, Any]]:
-    """The log of an offline run of Weights & Biases, step by step."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    found = []
-    for data in leveldb_records(file.read_bytes(), first=7):
-        record = Record.FromString(data)
-        if record.HasField("history"):
-            items = record.history.item
-            found.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
-    return found
 
 
 def test_a_line_s_numbers_have_names_for_monitors() -> None:
@@ -209,6 +173,7 @@ def test_a_line_s_numbers_have_names_for_monitors() -> None:
     assert scalars(line) == {"loss": 0.5, "losses/velocity": 1.0} | of_ranks
 
 
+@pytest.mark.slow
 def test_comet_has_every_step_when_the_process_has_ended(wan1: Path, tmp_path: Path) -> None:
     pytest.importorskip("comet_ml", reason="pip install comet_ml")
     env = {"COMET_OFFLINE_DIRECTORY": str(tmp_path / "comet")}

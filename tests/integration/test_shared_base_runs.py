@@ -134,10 +134,7 @@ def test_losses_and_adapters_after_two_steps_equal_those_of_plain_pytorch_and_pe
 ) -> None:
     engine = student_engine(2, train_micro_batch_size_per_gpu=micro)
     more = {"guidance_scale": 4.0, "guidance_scale_2": 3.0, "deepspeed_config": engine}
-    more |= {
-        "teacher_deepspeed_config": PLACEMENTS["streamed"],
-        "objective": dmd2,
-    }
+    more |= {"teacher_deepspeed_config": PLACEMENTS["streamed"], "objective": dmd2}
     trainer = trainer_of(recipe(folder, wan2, output_dir=str(folder / "plain"), **LORA | more))
     plain = PlainDmd2(trainer.job)
     trainer.warm_up()

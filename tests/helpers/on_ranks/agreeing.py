@@ -1,4 +1,4 @@
-"""Called on ranks by test_agreement.py and test_auto_on_ranks.py: settings, or nodes, that differ by rank."""
+"""Called on ranks by test_agreement.py and test_resolve_auto_ranks.py: settings or nodes that differ."""
 
 import dataclasses
 from collections.abc import Iterator

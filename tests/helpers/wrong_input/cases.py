@@ -102,7 +102,7 @@ def outcome(words: list[str], here: Path) -> Outcome:
 
 
 def outcomes(cases: list[tuple[Path, list[str]]]) -> list[Outcome]:
-    """Run command lines, each with its folder, one by one; called on ranks by test_bad_input.py."""
+    """Run command lines, each with its folder, one by one; called on ranks by test_validate_bad_input.py."""
     found = []
     for here, words in cases:
         found.append(outcome([word.replace("{rank}", str(collectives.rank())) for word in words], here))

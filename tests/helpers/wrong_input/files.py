@@ -28,11 +28,7 @@ PROMPTS: list[tuple[str, str | bytes, str]] = [  # file, its content, its messag
     ("p.tsv", "file\tprompt\nnone.png\ta\n", ", line 2: no such file: "),
     ("p.csv", "", ", line 1: no column prompt"),
     ("p.csv", b"prompt\na\n\xff\n", ", line 3: not UTF-8: "),
-    (
-        "p.csv",
-        "prompt\na red, round ball\n",
-        ", line 2: 2 fields, but the header has 1. Put a text",
-    ),
+    ("p.csv", "prompt\na red, round ball\n", ", line 2: 2 fields, but the header has 1. Put a text"),
     ("p.csv", "prompt,image,video\na,a,a\n", ", line 2: two media: `image` is a, `video` is a. Keep one"),
     ("p.csv", "prompt,image\na,https://e.org/a.png\n", ", line 2: https://e.org/a.png is an address. Fetch"),
     (
@@ -40,11 +36,7 @@ PROMPTS: list[tuple[str, str | bytes, str]] = [  # file, its content, its messag
         "a ball\nin/a.mp4\nin/b.mp4",
         ", line 2: in/a.mp4 is the name of a file, where a prompt should be.",
     ),
-    (
-        "p.tsv",
-        "prompt\tsrc\na\tclip.mp4\n",
-        ", line 2: `src` names clip.mp4, which is there, but",
-    ),
+    ("p.tsv", "prompt\tsrc\na\tclip.mp4\n", ", line 2: `src` names clip.mp4, which is there, but"),
     ("p.txt", "\u200b\n\u2060\u00ad\ufeff \n", ": no prompt in it."),
     ("p.jsonl", '{"prompt": "\u200b"}\n', ", line 1: no prompt."),
     ("p.pt", b"", ": not a .txt, .jsonl, .csv, .tsv or folder. Give a .txt with one prompt a line, a folder"),

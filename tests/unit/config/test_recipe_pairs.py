@@ -143,8 +143,7 @@ def test_the_loss_scale_of_a_json_is_kept_beside_its_precision_as_a_flag() -> No
 
 @pytest.mark.parametrize("place", ["recipe", "flags"])
 @pytest.mark.parametrize(
-    ("one", "other"),
-    [({"max_steps": 4}, {"num_epochs": 3}), ({"sample_interval": 2}, {"sample_every": 5})],
+    ("one", "other"), [({"max_steps": 4}, {"num_epochs": 3}), ({"sample_interval": 2}, {"sample_every": 5})]
 )
 def test_two_settings_for_one_thing_in_one_place_are_refused(
     one: dict[str, Any], other: dict[str, Any], place: str, tmp_path: Path

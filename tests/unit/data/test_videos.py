@@ -201,11 +201,7 @@ def half_hidden(file: Path, codec: str, pixels: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "codec", "pixels"),
-    [
-        ("a.mov", "qtrle", "argb"),
-        ("a.mov", "prores_ks", "yuva444p10le"),
-    ],
+    ("name", "codec", "pixels"), [("a.mov", "qtrle", "argb"), ("a.mov", "prores_ks", "yuva444p10le")]
 )
 def test_transparent_parts_of_videos_show_the_background(
     tmp_path: Path, name: str, codec: str, pixels: str

@@ -110,9 +110,7 @@ def test_a_teacher_that_fills_the_cache_belongs_to_the_phase_prepare(
     assert current.phase == "prepare"
 
 
-def test_other_phases_are_in_the_next_step_s_line_and_all_peaks_in_memory_json(
-    finished: Path,
-) -> None:
+def test_other_phases_are_in_the_next_step_s_line_and_all_peaks_in_memory_json(finished: Path) -> None:
     first, second, third, fourth = (set(memory) for memory in lines(finished))
     assert first == {"start", "prepare", "load", "train"} and second == fourth == {"train"}
     assert third >= {"train", "checkpoint", "draw"}

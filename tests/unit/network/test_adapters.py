@@ -109,10 +109,7 @@ WHOLE = {"student_config": {}, "max_steps": 1}
 @pytest.mark.parametrize(
     ("lora", "text"),
     [
-        (
-            {"rank": 2},
-            "its rank is 4. Write that as `lora.rank`, or as `lora.ranks` .*to_q",
-        ),
+        ({"rank": 2}, "its rank is 4. Write that as `lora.rank`, or as `lora.ranks` .*to_q"),
         ({"rank": 4, "targets": ["to_q"]}, "Add to `lora.targets`: attn1.to_k, attn1.to_out.0"),
     ],
 )

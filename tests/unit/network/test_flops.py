@@ -49,8 +49,7 @@ def test_a_backward_pass_has_the_operations_that_torch_counts(lora: dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("policy", "share"),
-    [(None, 0), (CheckpointPolicy(), 1), (CheckpointPolicy(checkpoint_every=2), 1 / 2)],
+    ("policy", "share"), [(None, 0), (CheckpointPolicy(), 1), (CheckpointPolicy(checkpoint_every=2), 1 / 2)]
 )
 def test_a_backward_pass_computes_checkpointed_blocks_again(
     policy: CheckpointPolicy | None, share: float

@@ -83,8 +83,6 @@ FREE = {
     "a control group's limit less its use": ("0::/job\n", {"job": v2(16 * GIB, 6 * GIB)}, 10),
     "also file cache in use": ("0::/job\n", {"job": v2(16 * GIB, 14 * GIB, GIB, 3 * GIB)}, 6),
     "the least of nested groups": ("0::/slice/job\n", NESTED, 5),
-    "no more than the machine has": ("0::/job\n", {"job": v2(500 * GIB, 0)}, 40),
-    "nothing over the limit": ("0::/job\n", {"job": v2(GIB, 2 * GIB)}, 0),
     "up to `high`, beyond which the kernel takes memory back": (
         "0::/job\n",
         {"job": v2(20 * GIB, 5 * GIB) | {"memory.high": 12 * GIB}},

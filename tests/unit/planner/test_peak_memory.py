@@ -211,12 +211,6 @@ def test_adapters_of_a_7b_take_little_beside_its_weights(published: Path) -> Non
     assert optimizer(lora=lora, **half) == pytest.approx(18 * adapters, rel=0.01) and optimizer() > 100e9
 
 
-def test_a_moving_average_lies_where_the_optimizer_does(published: Path) -> None:
-    run = job(published, ONE_24, ema=0.999)
-    kept = plan(run, ONE_24)["train"].kept["student's moving average"]
-    assert kept == Bytes(host=4 * sum(run.student_transformer.numels.values()))
-
-
 @pytest.mark.slow
 def test_two_ranks_take_what_was_planned(tmp_path: Path) -> None:
     wan = planned.pipeline(tmp_path, width=512, layers=4)

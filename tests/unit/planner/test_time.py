@@ -185,22 +185,14 @@ def test_rollouts_that_an_earlier_stage_made_are_not_counted_again(published: Pa
     assert first > 0 and later == pytest.approx([first, 2 * first, 2 * first, 0])
 
 
-def test_a_run_takes_its_rollouts_and_steps(published: Path) -> None:
-    times = Times(job(published, ONE_24, max_steps=7), ONE_24, RATES)
-    assert times.whole() == pytest.approx(7 * times.step() + times.rollouts())
-
-
 @pytest.mark.parametrize(
     ("gib", "name", "kind"),
     [
         (23.5, "", "4090"),
         (79.1, "", "A100"),
-        (4, "", "4080"),
         (24, "NVIDIA A10G", "A10"),
         (80, "NVIDIA A100-SXM4-80GB", "A100"),
-        (80, "NVIDIA H100 80GB HBM3", "H100"),
         (48, "NVIDIA L40S", "L40S"),
-        (48, "NVIDIA L40", "L40"),
         (24, "NVIDIA L4", "L4"),
     ],
 )

@@ -1,6 +1,5 @@
 """The embedded teachers: real Wan2.2-A14Bs in miniature that stock diffusers opens and samples."""
 
-from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -81,13 +80,6 @@ def test_official_negative_prompt_means_the_same_with_and_without_ftfy() -> None
 
 
 @pytest.mark.slow
-def test_official_negative_prompt_guides_as_well() -> None:
-    settings = {"steps": 10, "guidance": GUIDANCE, "negative_prompt": WAN_NEGATIVE_PROMPT}
-    image_BCHW = sample(IMAGE, pipeline(IMAGE.pipeline), PICTURES[:8], **settings)[:, :, 0]
-    assert sum(shapes.fully_right(image_BCHW, PICTURES[:8])) >= 7
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "seed", "db"), [("image", 10_000, 28), ("video", VAE_SEED, 25)])
 def test_the_vae_reproduces_held_out_scenes(name: str, seed: int, db: int) -> None:
     assert vae_psnr(pipeline(WORLDS[name].pipeline).vae, WORLDS[name], seed=seed) >= db
@@ -140,18 +132,6 @@ def test_guided_pictures_are_right(part: slice) -> None:
 def test_guided_clips_are_right_and_as_fast_as_asked(part: slice) -> None:
     assert sum(video_scores.fully_right(drawn("video")[part], CLIPS[part])) >= 0.9 * EACH
     assert abs(video_scores.speeds(drawn("video")[part], CLIPS[part]).nanmean() - 1) < 0.1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "score", "prompts"),
-    [("image", shapes.mse_to_prompts, PICTURES), ("video", video_scores.mse_to_prompts, CLIPS)],
-)
-def test_guidance_draws_closer_to_the_prompts(
-    name: str, score: Callable[[Tensor, list[str]], Tensor], prompts: list[str]
-) -> None:
-    guided, unguided = (score(drawn(name, each), prompts).mean() for each in (GUIDANCE, (1.0, 1.0)))
-    assert guided < unguided
 
 
 @pytest.mark.slow

@@ -197,13 +197,6 @@ def test_two_ranks_measure_and_choose_as_one(
     assert same_start(begun(folder, wan2, name, 2, teacher), alone)
 
 
-@pytest.mark.slow
-def test_a_teacher_with_merged_text_padding_is_measured_and_cut_as_one_without(
-    folder: Path, wan2: Path, alone: Path
-) -> None:
-    assert same_start(begun(folder, wan2, "merged", 1, REPLICATED, merge_text_padding=True), alone)
-
-
 def test_lineage_and_resolved_student_name_the_layers_that_were_kept(alone: Path) -> None:
     kept = json.loads((alone / "importance.json").read_text())["kept"]
     assert json.loads((alone / "resolved" / "student.json").read_text())["keep_layers"] == kept

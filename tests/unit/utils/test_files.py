@@ -9,15 +9,7 @@ import pytest
 
 from wandistiller.utils import files
 from wandistiller.utils.errors import ConfigError
-from wandistiller.utils.files import (
-    atomic,
-    digest,
-    fingerprint,
-    link_or_copy,
-    lock,
-    system_error,
-    take_lock,
-)
+from wandistiller.utils.files import atomic, digest, fingerprint, link_or_copy, lock, system_error, take_lock
 
 
 def folder_with(path: Path, **files: bytes) -> Path:

@@ -74,7 +74,6 @@ def test_a_shift_that_is_left_out_is_that_of_diffusers_class(with_scheduler: Cal
         (flow(UNIPC, prediction_type="epsilon"), "prediction_type"),
         (flow("DEISMultistepScheduler"), "_class_name"),  # diffusers 0.42.1: its last level is not 0
         ({"_class_name": "EulerDiscreteScheduler"}, "_class_name"),
-        ({"_class_name": "DDIMScheduler"}, "_class_name"),
         ({"_class_name": "LTXEulerAncestralRFScheduler"}, "_class_name"),
         (flow(EULER, use_dynamic_shifting=True), "use_dynamic_shifting"),
     ],

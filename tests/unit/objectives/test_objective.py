@@ -10,15 +10,7 @@ from constant_teacher import BATCH, NOISE, Constant, losses
 from states import state
 from torch import Tensor
 
-from wandistiller.batch import (
-    NOISED,
-    PATH,
-    Batch,
-    Conditioning,
-    Prediction,
-    concat_batches,
-    split_prediction,
-)
+from wandistiller.batch import NOISED, PATH, Batch, Conditioning, Prediction, concat_batches, split_prediction
 from wandistiller.flow import path
 from wandistiller.objectives.base import SIGMA_WEIGHTS, mean_square
 from wandistiller.objectives.objective import Objective
@@ -205,20 +197,12 @@ def test_every_objective_works_with_its_defaults(name: str) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (
-            {"data_weight": -0.1},
-            "`objective.data_weight` is -0.1. Write a number greater than or equal to 0.",
-        ),
         ({"data_weight": 1.1}, "`objective.data_weight` is 1.1. Write a number less than or equal to 1."),
-        ({"weight": 0}, "`objective.weight` is 0. Write a number greater than 0."),
-        ({"weight": True}, "`objective.weight` is true. Write a number."),
         (
             {"sigma_weight": "snr"},
             f'`objective.sigma_weight` is "snr". Write one of: {WEIGHTS}. Did you mean `min_snr`?',
         ),
-        ({"name": "feature", "blocks": 3}, "`objective.blocks` is 3. Write a list."),
         ({"name": "feature", "blocks": []}, "`objective.blocks` is []. Write a list that is not empty."),
-        ({"name": "feature", "blocks": ["1"]}, '`objective.blocks.0` is "1". Write an integer.'),
         (
             {"name": "feature", "teacher_blocks": [1]},
             "`objective.teacher_blocks` is [1]. Write as many as there are `blocks`.",

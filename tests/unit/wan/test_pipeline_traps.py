@@ -91,7 +91,7 @@ def drawn(folder: Path, output: Path, **settings: float) -> np.ndarray:
     return np.asarray(Image.open(files[0]))
 
 
-# That such a folder has one expert is in test_wan.py.
+# That such a folder has one expert is in test_transformer.py.
 def test_a_converted_wan_with_a_boundary_but_one_transformer_is_sampled_with_that_one(
     wan1: Path, copy_of: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -11,10 +11,7 @@ from recipes import recipe
 @pytest.mark.parametrize(
     ("rank_1", "begins"),
     [
-        (
-            "less",
-            "`auto` differs, as nodes can build different JSONs: student zero2, teacher ",
-        ),
+        ("less", "`auto` differs, as nodes can build different JSONs: student zero2, teacher "),
         ("nothing", "Nothing that could be chosen fits. Free are "),
         ("all", None),
     ],

@@ -6,12 +6,7 @@ import sys
 import pytest
 from ranks import free_port, run
 
-from wandistiller.distributed.launchers import (
-    LAUNCHERS,
-    NUMBERS,
-    environment_problems,
-    is_first,
-)
+from wandistiller.distributed.launchers import LAUNCHERS, NUMBERS, environment_problems, is_first
 
 RIGHT = {
     "RANK": "1",

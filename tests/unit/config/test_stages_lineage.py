@@ -23,8 +23,7 @@ def jobs(folder: Path, wan: Path, keep: Layers) -> list[Job]:
 
 
 @pytest.mark.parametrize(
-    ("keep", "blocks"),
-    [("uniform", [1, 2, 3]), ("ends", [0, 2, 3]), ([0, 1, 2], [0, 1, 3])],
+    ("keep", "blocks"), [("uniform", [1, 2, 3]), ("ends", [0, 2, 3]), ([0, 1, 2], [0, 1, 3])]
 )
 def test_later_stages_match_the_blocks_that_the_first_one_s_layers_stand_for(
     keep: Layers, blocks: list[int], tmp_path: Path, wan1: Path

@@ -33,9 +33,7 @@ def test_everything_wrong_in_every_file_is_reported_at_once(errors: Callable[[Ca
     assert len(problems) == len(set(problems)) == 7  # the student's engine lacks batch and optimizer too
 
 
-def test_all_that_does_not_go_together_is_reported_at_once(
-    errors: Callable[[Case], list[str]],
-) -> None:
+def test_all_that_does_not_go_together_is_reported_at_once(errors: Callable[[Case], list[str]]) -> None:
     misfits = {"height": 100, "frozen": ["block.0"], "cache_dir": "/proc/cache"}
     assert len(errors(Case("", (), recipe=misfits))) == len(misfits)
 

@@ -100,7 +100,7 @@ def original_state(form: str, shapes: dict[str, torch.Size], *, alpha: bool = Fa
         down, up = ("lora_A", "lora_B") if form == "comfy" else ("lora_down", "lora_up")
         state[f"{own}.{down}.weight"] = keyed_normal((RANK, inputs), layer, "a")
         state[f"{own}.{up}.weight"] = keyed_normal((outputs, RANK), layer, "b")
-        state |= {f"{own}.alpha": torch.tensor(ALPHA)} if alpha else {}
+        state |= {f"{own}.alpha": torch.tensor(ALPHA)} if alpha and layer.startswith("blocks.") else {}
     return state
 
 
