@@ -32,16 +32,16 @@ class FewSteps(NamedTuple):
     def expert(self, call: int) -> Expert:
         return expert_at(self.sigmas[call], self.boundary)
 
-    def following(self, call: int, x_BCFHW: Tensor, v_BCFHW: Tensor, fresh_BCFHW: Tensor | None) -> Tensor:
+    def following(self, call: int, x_BCFHW: Tensor, v_BCFHW: Tensor, new_BCFHW: Tensor | None) -> Tensor:
         """Return the state after a call, counted from 0, with its velocity.
 
         Args:
-            fresh_BCFHW: new noise, which RENOISE takes.
+            new_BCFHW: new noise, which RENOISE takes.
         """
         sigma, following = (*self.sigmas, 0.0)[call : call + 2]
         if self.sampler == EULER:
             return x_BCFHW + (following - sigma) * v_BCFHW
-        return (1 - following) * (x_BCFHW - sigma * v_BCFHW) + following * fresh_BCFHW
+        return (1 - following) * (x_BCFHW - sigma * v_BCFHW) + following * new_BCFHW
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,12 +117,12 @@ def test_stock_diffusers_renoises_a_student_that_is_trained_so(folder: Path, wan
     noise = keyed_normal((1, 16, 1, 4, 4), "start")
     pipe, text_BLD, stock = by_stock(output, noise)
     torch.manual_seed(5)
-    fresh = torch.randn(noise.shape)
+    new_noise = torch.randn(noise.shape)
     teacher = LocalTeacher({Expert.HIGH_NOISE: network_of(pipe.transformer)})
     shift = open_wan(str(wan2)).shift
     few = few_steps(shift, 2, None, "renoise")
     x1_BCFHW = noise - transformer.velocity(pipe.transformer, state(noise, torch.ones(1), text_BLD))
-    x_BCFHW = (1 - few.sigmas[1]) * x1_BCFHW + few.sigmas[1] * fresh
+    x_BCFHW = (1 - few.sigmas[1]) * x1_BCFHW + few.sigmas[1] * new_noise
     sigma_B = torch.tensor(few.sigmas[1:])
     x0_BCFHW = x_BCFHW - few.sigmas[1] * transformer.velocity(
         pipe.transformer, state(x_BCFHW, sigma_B, text_BLD)
@@ -130,7 +130,14 @@ def test_stock_diffusers_renoises_a_student_that_is_trained_so(folder: Path, wan
     assert torch.dist(stock, x0_BCFHW) < 1e-3 * x0_BCFHW.norm()
     folder_of_student = open_wan(str(output / "student"))
     ours, _ = denoise(
-        teacher.velocity, folder_of_student, shift, noise, Conditioning(text_BLD), 40, few, lambda _: fresh
+        teacher.velocity,
+        folder_of_student,
+        shift,
+        noise,
+        Conditioning(text_BLD),
+        40,
+        few,
+        lambda _: new_noise,
     )
     assert torch.dist(stock, ours) < 1e-3 * ours.norm()
     card = " ".join((output / "student" / "README.md").read_text().split())

@@ -68,7 +68,7 @@ def denoise(
     conditioning: Conditioning,
     steps: int,
     few: FewSteps | None = None,
-    fresh: Callable[[int], Tensor] | None = None,
+    new_noise: Callable[[int], Tensor] | None = None,
 ) -> tuple[Tensor, list[tuple[float, Tensor]]]:
     """Sample with the pipeline's scheduler, or as a student of few steps. Collective.
 
@@ -76,7 +76,7 @@ def denoise(
         velocity: v_BCFHW of a teacher or student.
         noise_BCFHW: the starting point, standard normal.
         few: the sampler of a few-step student, in place of `steps` of the pipeline's.
-        fresh: new noise_BCFHW after a call, counted from 0, for a sampler that takes it.
+        new_noise: new noise_BCFHW after a call, counted from 0, for a sampler that takes it.
 
     Returns:
         x0_BCFHW, and the path to it: (sigma, x_t_BCFHW) before each step.
@@ -99,7 +99,7 @@ def denoise(
         for call, sigma in enumerate(few.sigmas):
             states.append((sigma, x_t_BCFHW))
             last = call + 1 == len(few.sigmas)
-            new = fresh(call) if few.sampler == RENOISE and not last else noise_BCFHW
+            new = new_noise(call) if few.sampler == RENOISE and not last else noise_BCFHW
             new = conditioning.with_given(new)
             x_t_BCFHW = few.following(call, x_t_BCFHW, predict(sigma, few.boundary), new)
         return conditioning.with_given(x_t_BCFHW), states

@@ -34,7 +34,7 @@ def unfinished(folder: Path, names: Iterable[str]) -> list[str]:
     return problems
 
 
-def cure(file: Path) -> str | None:
+def damage_in(file: Path) -> str | None:
     """Say what a file is that should be safetensors, and how to mend it; None: nothing that is known."""
     with file.open("rb") as opened:
         raw = opened.read(512)
@@ -122,7 +122,7 @@ class WeightReader:
             try:
                 headers[file.name] = _header(file) if file.is_file() else {}
             except ValueError as error:
-                problems.append(f"{file}: {cure(file) or f'{error} {AGAIN}'}")
+                problems.append(f"{file}: {damage_in(file) or f'{error} {AGAIN}'}")
             if not file.is_file():
                 problems.append(f"{file}: {missing(file)}")
         if problems := problems or _index_problems(index, weight_map, headers):

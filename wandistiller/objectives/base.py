@@ -23,7 +23,7 @@ ALONG, TO_DATA = "along the teacher's path", "to data in one step"
 class Aim(NamedTuple):
     """What a term makes of the student."""
 
-    leads: str | None = None
+    destination: str | None = None
     """The place, in words, to which the loss leads the velocity; None: any may be added to it.
 
     Losses that lead elsewhere would be averaged by the network, and none of them be met."""

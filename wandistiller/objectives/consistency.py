@@ -56,8 +56,10 @@ class Consistency(Term):
 
     @property
     def aim(self) -> Aim:
-        leads = f"to the next of {self.edges} noise levels" if (self.edges or 1) > 1 else TO_DATA
-        return Aim(leads, self.edges or self.steps, RENOISE if self.steps else EULER, ends_segments=True)
+        destination = f"to the next of {self.edges} noise levels" if (self.edges or 1) > 1 else TO_DATA
+        return Aim(
+            destination, self.edges or self.steps, RENOISE if self.steps else EULER, ends_segments=True
+        )
 
     def problems(self, where: str) -> list[str]:
         if self.edges and self.intervals != "continuous" and self.edges > self.intervals:

@@ -47,7 +47,7 @@ class Rollout(State):
     """Calls of the student before the one that learns; equal on all ranks for one micro-step."""
     renoise: State
     """Noise for the samples, its level, where they are compared, and the teacher's expert for it."""
-    fresh: tuple[Tensor, ...] = ()
+    new_noise: tuple[Tensor, ...] = ()
     """Noise for the state after each call before `exit`, for a sampler that takes new noise."""
     end: float = 0.0
     """Noise level to which the samples lead: 0, or an expert's hand-over to the next."""
@@ -72,7 +72,7 @@ def drawn(source: MicroBatches, update: int, micro: int) -> Rollout:
     end = schedule.handover if schedule.trained is Expert.HIGH_NOISE else 0.0
     renewed = exit_ if schedule.few.sampler == RENOISE else 0
     # the names are part of the random numbers' keys
-    start_BCFHW, noise_BCFHW, *fresh = (
+    start_BCFHW, noise_BCFHW, *new_noise = (
         torch.stack([keyed_normal(source.latent, schedule.seed, kind, update, i) for i in index_B])
         for kind in ("start", "judged noise", *(f"fresh {call}" for call in range(renewed)))
     )
@@ -81,8 +81,8 @@ def drawn(source: MicroBatches, update: int, micro: int) -> Rollout:
     least, most = RENOISED
     sigma_B = torch.tensor(sigmas, dtype=torch.float32).clamp(end + least, most)
     sigma_B = to_device(sigma_B, device := conditioning.text_BLD.device)
-    start_BCFHW, noise_BCFHW, *fresh = (
-        conditioning.with_given(to_device(t, device)) for t in (start_BCFHW, noise_BCFHW, *fresh)
+    start_BCFHW, noise_BCFHW, *new_noise = (
+        conditioning.with_given(to_device(t, device)) for t in (start_BCFHW, noise_BCFHW, *new_noise)
     )
     return Rollout(
         x_t_BCFHW=start_BCFHW,
@@ -91,7 +91,7 @@ def drawn(source: MicroBatches, update: int, micro: int) -> Rollout:
         expert=schedule.few.expert(0),
         exit=exit_,
         renoise=State(x_t_BCFHW=noise_BCFHW, sigma_B=sigma_B, conditioning=conditioning, expert=expert),
-        fresh=tuple(fresh),
+        new_noise=tuple(new_noise),
         end=end,
     )
 
@@ -220,8 +220,8 @@ class Dmd2(Term):
     @property
     def aim(self) -> Aim:
         is_direct = self.sampler == RENOISE or self.steps == 1
-        leads = TO_DATA if is_direct else "to samples, by Euler's method"
-        return Aim(leads, self.steps, self.sampler, expert=Expert.of_key(self.expert))
+        destination = TO_DATA if is_direct else "to samples, by Euler's method"
+        return Aim(destination, self.steps, self.sampler, expert=Expert.of_key(self.expert))
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -283,8 +283,8 @@ class Dmd2(Term):
         state = batch
         for call in range(batch.exit):
             student = yield Ask(STUDENT, state)
-            fresh_BCFHW = batch.fresh[call] if batch.fresh else None
-            x_BCFHW = few.following(call, state.x_t_BCFHW, student.v_BCFHW, fresh_BCFHW)
+            new_BCFHW = batch.new_noise[call] if batch.new_noise else None
+            x_BCFHW = few.following(call, state.x_t_BCFHW, student.v_BCFHW, new_BCFHW)
             sigma_B = torch.full_like(batch.sigma_B, few.sigmas[call + 1])
             state = replace(state, x_t_BCFHW=x_BCFHW, sigma_B=sigma_B, expert=few.expert(call + 1))
         return state

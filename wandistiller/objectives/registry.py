@@ -37,15 +37,15 @@ def read_objective(given: str | dict[str, Any] | list[str | dict[str, Any]]) -> 
     if len(terms) > 1 and (one := next((term for term in terms if term.aim.expert), None)):
         remedy = "Write it alone, or without `expert`."
         texts.append(f"sums {one.name} of one `expert` with other terms. {remedy}")
-    leads = {term.name: words for term in terms if (words := term.aim.leads)}
-    if len(set(leads.values())) > 1:
-        listed = ", and ".join(f"{name}, which leads {words}" for name, words in leads.items())
+    destinations = {term.name: words for term in terms if (words := term.aim.destination)}
+    if len(set(destinations.values())) > 1:
+        listed = ", and ".join(f"{name}, which leads {words}" for name, words in destinations.items())
         remedy = (
             "The student would learn a mean of both. Write them as `stages`; dmd2 and consistency go "
             'together with "sampler" "renoise" of dmd2, and neither `edges` nor `steps` of consistency.'
         )
         texts.append(f"sums {listed}. {remedy}")
-    elif TO_DATA in leads.values() and not steps:
+    elif TO_DATA in destinations.values() and not steps:
         text = f"leads {TO_DATA}, and in how many steps the student then samples is not said"
         texts.append(f"{text}. Write `edges` or `steps` of consistency, such as 4.")
     if len(set(steps.values())) > 1:

@@ -233,12 +233,12 @@ class PictureDrawer:
         noise_BCFHW = torch.stack([keyed_normal(shape, run.seed, *key) for key in keys]).to(device)
         conditioning = self.conditions.of([Sample(item, self.job.size) for item in items]).to(device)
 
-        def fresh(call: int) -> Tensor:
+        def new_noise(call: int) -> Tensor:
             noise = [keyed_normal(shape, run.seed, *key, f"fresh {call}") for key in keys]
             return torch.stack(noise).to(device)
 
         given = velocity, job.folder, run.shift, noise_BCFHW, conditioning, run.sample_steps
-        x0_BCFHW, _ = denoise(*given, few, fresh)
+        x0_BCFHW, _ = denoise(*given, few, new_noise)
         return x0_BCFHW
 
 

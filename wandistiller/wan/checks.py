@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from wandistiller.network.weight_reader import DIFFUSERS_STEM, WeightReader, cure, unfinished
+from wandistiller.network.weight_reader import DIFFUSERS_STEM, WeightReader, damage_in, unfinished
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.memoize import once_for_each
@@ -156,7 +156,7 @@ def _loaded_tokenizer_problems(folder: Path) -> list[str]:
     if problems := unfinished(folder, names):
         return problems
     files = [folder / name for name in names if (folder / name).is_file()]
-    if problems := [f"{file}: {what}" for file in files if (what := cure(file))]:
+    if problems := [f"{file}: {what}" for file in files if (what := damage_in(file))]:
         return problems
     if not files:
         return [f"{folder}: no tokenizer.json or spiece.model in it. Give the whole pipeline."]

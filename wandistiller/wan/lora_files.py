@@ -14,7 +14,7 @@ from torch import Tensor
 from wandistiller.experts import Expert
 from wandistiller.network.adapters import LowRank
 from wandistiller.network.names import split_name
-from wandistiller.network.weight_reader import cure
+from wandistiller.network.weight_reader import damage_in
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import file_fingerprint, read_json
 from wandistiller.wan.lora_keys import ALPHA, DIFFERENCE, KEY, A, B, is_of_low_noise, lora_key, other_method
@@ -75,7 +75,7 @@ def read_lora(
                     layers[layer] = LowRank(a, b * _factor(file, settings, names, len(a)))
     except (OSError, SafetensorError) as error:
         what = f"cannot be read as a .safetensors file: {error}. Give a LoRA file."
-        raise ConfigError(f"{file}: {file.is_file() and cure(file) or what}") from None
+        raise ConfigError(f"{file}: {file.is_file() and damage_in(file) or what}") from None
     here = config.shapes if config else {}
     for layer, (a, b) in layers.items():
         changed = [len(b), a.shape[1]]

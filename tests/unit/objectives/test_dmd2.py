@@ -203,9 +203,9 @@ def test_simulated_states_are_those_of_the_sampler(wan1: Path, steps: int, sampl
         batch = drawn(texts, step, 0)
         exits.add(batch.exit)
         state = played(Dmd2().simulated(batch, few), lambda ask: Prediction(velocity(ask.state)))
-        fresh = [keyed_normal((2, 16, 1, 4, 4), "after the exit")] * steps
-        fresh[: len(batch.fresh)] = batch.fresh
-        given = batch.x_t_BCFHW, batch.conditioning, 40, few, fresh.__getitem__
+        new_noise = [keyed_normal((2, 16, 1, 4, 4), "after the exit")] * steps
+        new_noise[: len(batch.new_noise)] = batch.new_noise
+        given = batch.x_t_BCFHW, batch.conditioning, 40, few, new_noise.__getitem__
         x0, path = denoise(velocity, open_wan(str(wan1)), 3.0, *given)
         sigma, x_BCFHW = path[batch.exit]
         assert state.sigma_B.tolist() == pytest.approx([sigma] * 2)
