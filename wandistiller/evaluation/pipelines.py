@@ -67,7 +67,8 @@ class DiffusersPipeline:
         self.denoising = 0.0
         """Seconds of the last call of `draw` between text encoder and VAE."""
         high, low = self._pipeline.transformer, self._pipeline.transformer_2 or self._pipeline.transformer
-        experts = LocalTeacher({Expert.HIGH_NOISE: Network(high), Expert.LOW_NOISE: Network(low)})
+        modules, config = {Expert.HIGH_NOISE: high, Expert.LOW_NOISE: low}, folder.config
+        experts = LocalTeacher({expert: Network(module, config) for expert, module in modules.items()})
         self._network = GuidedTeacher(experts, Guidance(null_text_LD, scales(sampling)))
         self._last_expert = Expert.HIGH_NOISE
 
