@@ -28,7 +28,7 @@ def test_a_step_leaves_nothing_on_the_gpu_and_the_stream_never_waits(wan2: Path,
     devices = run("none", wan2, tmp_path)
     before, *after = read_json(tmp_path / "run" / "in_tensors.json")["bytes"]
     assert after[-1] == before
-    assert not any("teacher/block_source.py" in wait for wait in devices.waits("wandistiller"))
+    assert not any("network/block_source.py" in wait for wait in devices.waits("wandistiller"))
 
 
 def test_a_batch_that_is_kept_a_step_too_long_is_found_in_the_memory(wan2: Path, tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_a_batch_that_is_kept_a_step_too_long_is_found_in_the_memory(wan2: Path,
 
 def test_copies_from_memory_that_is_not_locked_are_waits_of_the_stream(wan2: Path, tmp_path: Path) -> None:
     devices = run("locked", wan2, tmp_path)
-    assert any("teacher/block_source.py" in wait for wait in devices.waits("wandistiller"))
+    assert any("network/block_source.py" in wait for wait in devices.waits("wandistiller"))
 
 
 def test_what_is_not_sent_to_the_gpu_ends_the_run(wan2: Path, tmp_path: Path) -> None:
