@@ -13,15 +13,15 @@ from wandistiller.wan.pipeline import open_wan
 
 def looks(wan: Path) -> tuple[float, float]:
     """Return when this rank began and ended to look; the first takes its time, as a download does."""
-    seen = []
+    seen, require_weights = [], WanFolder.require_weights
 
     def look(folder: WanFolder) -> None:
         seen.append(time.monotonic())
         time.sleep(0.5 * (collectives.rank() == 0))
-        folder.require_weights()
+        require_weights(folder)
         seen.append(time.monotonic())
 
-    with patch.object(train, "require_weights", look):
+    with patch.object(WanFolder, "require_weights", look):
         train._require_weights([SimpleNamespace(folder=open_wan(str(wan)))] * 2)
     begin, end = seen
     return begin, end
