@@ -41,7 +41,7 @@ from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.logging import current
 from wandistiller.wan import hub
 from wandistiller.wan.hub import bytes_to_fetch
-from wandistiller.wan.pipeline import open_wan, require_weights
+from wandistiller.wan.pipeline import open_wan
 
 download, activities = hub.snapshot_download, []
 
@@ -67,7 +67,7 @@ def problems(name, revision=None):
 folder = open_wan("org/wan", revision="v1")
 result = {"revision": folder.revision, "opened": files()}
 result["to_fetch"] = bytes_to_fetch("org/wan", folder.revision)
-require_weights(folder)
+folder.require_weights()
 result["activities"] = activities[2:], current.activity
 result["then_to_fetch"] = bytes_to_fetch("org/wan", folder.revision)
 result["required"] = files()
