@@ -74,7 +74,7 @@ def read_job(
         json = _overridden(_opened(run, ENGINE, places), run)
         batch = _engine(json, ranks, ANY_SIZE, steps=1, here=here).batch
     with collecting(problems):
-        teacher = _teacher(_opened(run, TEACHER, places), run.teacher_dtype, world, here=here)
+        teacher = _teacher(_opened(run, TEACHER, places), run, world, here=here)
     if problems := problems + own_problems(run, here=here):
         raise ConfigError(*problems)
     whole = _complete(run, folder, items, samples=batch.total * len(objective.updates))
@@ -176,10 +176,11 @@ def _engine(
     return engine
 
 
-def _teacher(json: DeepSpeedJson, dtype: str | None, world: int, *, here: bool) -> Placement:
+def _teacher(json: DeepSpeedJson, run: RunConfig, world: int, *, here: bool) -> Placement:
     """Check the teacher's DeepSpeed JSON, in the run's own precision if it has one."""
+    dtype, source = run.teacher_dtype, run.teacher_deepspeed_config
     placed = json.in_precision(dtype)
-    if json.where != DEFAULT_TEACHER:
+    if not (isinstance(source, str) and source in (DEFAULT_TEACHER, *strategies())):  # nobody wrote its bf16
         placed = placed.noting("teacher_dtype", dtype, json)
     teacher = read_placement(placed, world)
     problems = config_problems(teacher.engine, here=here)

@@ -164,6 +164,12 @@ def test_a_teacher_dtype_flag_wins_over_a_named_teacher_json(json_in: str, tmp_p
     assert (engine.precision, engine.overridden) == ("float32", (line,))
 
 
+def test_a_teacher_dtype_beside_a_placement_s_short_name_is_no_news(tmp_path: Path) -> None:
+    flags = {"teacher_dtype": "float32", "teacher_deepspeed_config": "replicated"}
+    engine = job({}, flags, tmp_path).teacher.engine
+    assert (engine.precision, engine.overridden) == ("float32", ())
+
+
 MUON = {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 3e-4}}
 
 
