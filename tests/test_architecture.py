@@ -218,6 +218,20 @@ def test_every_function_is_annotated_in_full() -> None:
     assert offenders(lambda m: {f.name: missing for f in functions(m) if (missing := unannotated(f))}) == {}
 
 
+def test_a_test_that_a_docstring_names_is_there() -> None:
+    def missing(module: str) -> list[str]:
+        named = re.findall(r"(tests/[\w/]+\.py)(?:::\s*(\w+))?", source(module))
+        files = {file: PACKAGE.parent / file for file, _ in named}
+        there = {file: path.read_text() if path.is_file() else "" for file, path in files.items()}
+        return [
+            f"{file}::{name}"
+            for file, name in named
+            if (f"def {name}(" if name else "import") not in there[file]
+        ]
+
+    assert offenders(missing) == {}
+
+
 def test_no_file_is_over_400_lines() -> None:
     files = [*PACKAGE.rglob("*.py"), *Path(__file__).parent.rglob("*.py")]
     lengths = {str(file): len(file.read_text(encoding="utf-8").splitlines()) for file in files}

@@ -126,7 +126,7 @@ class NetworkTable:
 
 @dataclass(frozen=True, kw_only=True)
 class TableMaker:
-    """What decides for each network of a run whose weights it has, and what of it learns."""
+    """The parts of a run that decide whose weights each of its networks has, and what of it learns."""
 
     run: RunConfig
     folder: Folder

@@ -102,7 +102,7 @@ def keep_autocast_to_its_engine() -> None:
 
     DeepSpeed (0.19.8) keeps it in two global variables, so that every engine built after one in float16
     scaled its loss by 65,536 and unscaled only what its optimizer stepped with.
-    tests/unit/engine/test_engines.py::test_autocast_of_one_engine_does_not_scale_the_gradients_of_another.
+    tests/unit/engine/test_ds_config_engines.py::test_autocast_of_one_engine_does_not_scale_the_gradients_of_another.
     """
     init = DeepSpeedEngine.__init__
 

@@ -64,7 +64,7 @@ def without_dummy_step() -> Iterator[None]:
     moments (deepspeed 0.19.8): the weights decay once, and Adam's bias correction counts it, so that the
     first true step is 0.74 as long with beta 0.9, 0.99. ZeRO 1 to 3 take none. What an optimizer has
     allocated for the parameters that the wrapper replaced, as Adagrad does, is freed.
-    tests/unit/engine/test_engines.py::test_every_stage_learns_as_plain_pytorch_in_bf16.
+    tests/unit/engine/test_ds_config_engines.py::test_every_stage_learns_as_plain_pytorch_in_bf16.
     """
 
     def clear(wrapper: Any) -> None:

@@ -1,4 +1,4 @@
-"""What reports are made of: line charts as SVG, drawn by matplotlib, and pages as jinja2 templates."""
+"""Parts of reports: line charts as SVG, drawn by matplotlib, and pages as jinja2 templates."""
 
 import io
 import math

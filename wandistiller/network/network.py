@@ -42,7 +42,7 @@ class Trained:
 
 @dataclass(frozen=True, kw_only=True)
 class Computing:
-    """How a network computes: nothing here changes a weight."""
+    """Settings of a network's computation, none of which changes a weight."""
 
     merges_padding: bool = False
     """Compute cross-attention to a prompt's padding once."""

@@ -21,7 +21,7 @@ ALONG, TO_DATA = "along the teacher's path", "to data in one step"
 
 
 class Aim(NamedTuple):
-    """What a term makes of the student."""
+    """The student that a term trains towards: where its velocity leads, in how many steps."""
 
     destination: str | None = None
     """The place, in words, to which the loss leads the velocity; None: any may be added to it.
@@ -38,7 +38,7 @@ class Aim(NamedTuple):
 
 
 class RunFacts(NamedTuple):
-    """What terms may know of the rest of a run."""
+    """Facts of the rest of a run that terms may know."""
 
     layers: int
     teacher_layers: int
@@ -152,7 +152,7 @@ class Term:
 
     @property
     def aim(self) -> Aim:
-        """What the student becomes by the loss."""
+        """The student that the loss trains towards."""
         return Aim()
 
     @property

@@ -52,7 +52,7 @@ Question = Ask | Slope | Learn
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loss:
-    """What a network learns from."""
+    """Losses that a network learns from, and numbers for metrics."""
 
     rows_TB: Tensor
     """Unweighted losses, float32."""

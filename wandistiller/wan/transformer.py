@@ -20,7 +20,7 @@ def renew_rope(model: WanTransformer3DModel, device: torch.device | None = None)
 
     zero.Init builds float tables in its own dtype, and `data_types.buffer_dtype` casts buffers (deepspeed
     0.19.8): in bf16 cos is off by up to 2.0 at 1024 positions.
-    tests/unit/wan/test_wan.py::test_rope_tables_survive_every_engine.
+    tests/unit/wan/test_transformer.py::test_rope_tables_survive_every_engine.
     """
     c = model.config
     model.rope = type(model.rope)(c.attention_head_dim, c.patch_size, c.rope_max_seq_len).to(device)
