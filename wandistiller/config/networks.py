@@ -48,7 +48,7 @@ class NetworkPlan:
     base: Expert | None = None
     """The teacher's network that it is, but for adapters."""
     copied: Expert | None = None
-    """The teacher's network whose weights COPY and SHARED mean."""
+    """The teacher's network that COPY is a copy of."""
     trained: Trained | None = None
     """What of it learns, or is added to it; None: it is as its weights are."""
     learns: bool = True
