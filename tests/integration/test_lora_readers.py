@@ -153,8 +153,8 @@ def test_pictures_through_the_file_for_comfyui_are_those_through_the_one_for_dif
     for second, file in enumerate(folder):
         pipe.load_lora_weights(file.parent, weight_name=file.name, load_into_transformer_2=bool(second))
     theirs = pictures(pipe)
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
-    assert (ours - pictures(teacher)).abs().max() > 1e-3
+    changed = (ours - pictures(teacher)).abs().max()
+    assert changed > 0 and (ours - theirs).abs().max() < 0.05 * changed
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """State shared by nodes and owned by each; nodes are process and mount namespaces of this machine."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -106,14 +105,3 @@ def test_nodes_with_a_cache_each_train_once_each_has_filled_its_own(wan1: Path, 
     codes, output = on_nodes(tmp_path, [(0,), (1,)], words, disks)
     assert codes == [0, 0], output
     assert losses(tmp_path / "run") == losses(one)
-
-
-# What goes between them
-
-
-def test_doctor_measures_the_ways_within_and_between_nodes_of_unlike_size(tmp_path: Path) -> None:
-    codes, output = on_nodes(tmp_path, NODES, [sys.executable, "-m", "wandistiller", "doctor", "--measure"])
-    assert codes == [0, 0] and "3, at most 2 a node; gloo, sum over them right" in output, output
-    (_, rates) = output.split("--rates '")  # once
-    measured = json.loads(rates.partition("'")[0])
-    assert measured["link"] > 0 and measured["network"] > 0
