@@ -1,4 +1,4 @@
-"""Identity, facts and settings of a run for its checkpoints: all that a resumed run is compared with."""
+"""Identity, facts and settings of a run, by which a resumed run and the ranks of a run are compared."""
 
 import dataclasses
 import json
@@ -15,6 +15,7 @@ from wandistiller.config.start import Start, read_start, start_after
 from wandistiller.data.colours import WHITE
 from wandistiller.data.dataset import GIVEN, MediaType
 from wandistiller.data.media import LETTERBOX, RECORD, replaced_media
+from wandistiller.distributed import collectives
 from wandistiller.experts import Expert
 from wandistiller.student.config import IMPORTANCE
 from wandistiller.teacher.teacher_json import quantized_facts
@@ -189,9 +190,9 @@ def resumed(job: Job) -> Job:
 def _media_problems(job: Job) -> list[str]:
     """Name the media that were replaced under their names since the checkpoint's run began."""
     names = replaced_media(job.resume_from.absolute().parents[1] / RECORD, job.run.data_path)
-    named = ", ".join(names[:NAMED] + ["..."] * (len(names) > NAMED))
-    text = f"{job.resume_from}: {len(names)} of the run's media were replaced since it began: {named}. Put "
-    text += "them back, give another --output_dir, --resume never to start anew, or --allow_changed data."
+    text = f"{job.resume_from}: {len(names)} of the run's media were replaced since it began: "
+    text += f"{_some(names)}. Put them back, give another --output_dir, --resume never to start anew, or "
+    text += "--allow_changed data."
     return [text] if names else []
 
 
@@ -226,3 +227,41 @@ def _measured(job: Job, kept: Any) -> Job:
     """Return the job with these layers in place of `importance`, if they are known."""
     is_known = job.student.keep_layers == IMPORTANCE and isinstance(kept, list)
     return job.with_layers(kept) if is_known else job
+
+
+def require_same(stages: list[Job], *, weights: bool = True) -> None:
+    """Compare what the ranks have read, of all stages, and the checkpoints that they go on from. Collective.
+
+    Args:
+        weights: compare the teachers' too, which are checked then.
+    Raises:
+        ConfigError: on all ranks; it names what differs, and the ranks that have other settings than rank 0.
+    """
+    if collectives.world_size() == 1:
+        return
+    settings = {
+        f"{job.stage}.{key}".lstrip("."): digest(value)
+        for job in stages
+        for key, value in _read(job).items()
+        if weights or key != "teacher"
+    }
+    first, *others = collectives.gather_objects(settings)
+    differ = [[f"`{k}`" for k in first | theirs if first.get(k) != theirs.get(k)] for theirs in others]
+    if ranks := [rank for rank, keys in enumerate(differ, start=1) if keys]:
+        keys = [*dict.fromkeys(key for of_rank in differ for key in of_rank)]
+        raise ConfigError(
+            f"The ranks read different settings or data: {_some(keys)}, on rank {_some(ranks)} other than on "
+            "rank 0. A file changed while the run started, or the nodes do not see the same files, or were "
+            "given other flags. Give all the same, and start again."
+        )
+
+
+def _read(job: Job) -> dict[str, Any]:
+    settings = dataclasses.asdict(job.run) | resolved(job) | identity(job)
+    settings |= {"resume": job.resume_from and job.resume_from.name, "is_spent": job.is_spent}
+    # what is in a folder is compared, not where it lies, which may differ between nodes
+    return {k: v for k, v in settings.items() if not k.endswith(("_dir", "_path")) and k != "log_level"}
+
+
+def _some(items: list[Any]) -> str:
+    return ", ".join(map(str, items[:NAMED])) + ", ..." * (len(items) > NAMED)

@@ -9,9 +9,8 @@ from wandistiller.config.job import Job
 from wandistiller.experts import Expert
 from wandistiller.flow import EULER, FewSteps
 from wandistiller.network.folder import Folder
-from wandistiller.utils.embedded import TINY
 from wandistiller.utils.errors import RECIPE, ConfigError, Problem
-from wandistiller.utils.files import ends_of_files
+from wandistiller.utils.files import TINY, ends_of_files
 from wandistiller.wan.pipeline import open_wan
 
 

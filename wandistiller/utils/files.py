@@ -253,6 +253,9 @@ def flush_all(path: Path) -> None:
 
 PACKAGE = Path(__file__).parent.parent
 SHIPPED = next(p for p in (PACKAGE / "ds_configs", PACKAGE.parent / "ds_configs") if p.is_dir())
+_PIPELINES = {"tiny": "pipeline", "tiny-video": "video_pipeline", "tiny-i2v": "image_pipeline"}
+TINY = {name: PACKAGE / "tiny" / folder for name, folder in _PIPELINES.items()}
+"""The embedded pipelines by their names."""
 
 
 def shipped(path: str) -> Path:
