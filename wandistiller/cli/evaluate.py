@@ -142,38 +142,37 @@ def _as_trained(teacher: Folder, facts: Facts, where: str) -> Folder:
         ConfigError: they are not here, or not as they were.
     """
     teacher = teacher.with_loras(read_recorded(where, facts.teacher_lora))
-    for one, digest in zip(teacher.added, facts.teacher_lora_digests or (), strict=False):
-        if one.digest != digest:
+    for added, digest in zip(teacher.added, facts.teacher_lora_digests or (), strict=False):
+        if added.digest != digest:
             text = "was added to the teacher, and is not as it was when the student was trained"
-            raise ConfigError(f"{one.file}: {text}. Put the file back that the run had.")
+            raise ConfigError(f"{added.file}: {text}. Put the file back that the run had.")
     return teacher
 
 
 def _samplings(flags: EvaluateFlags, facts: Facts, teacher: Folder) -> tuple[Sampling, Sampling]:
     """Return how teacher and student sample: by the flags, else as the student was trained, else as usual."""
-    usual, own = teacher.usual, flags.steps[0] if flags.steps and len(flags.steps) == 1 else None
-    high, low = usual.guidance
+    usual, (high, low) = teacher.usual, teacher.usual.guidance
+    chosen = flags.steps[0] if flags.steps and len(flags.steps) == 1 else None
     size = {
         "height": flags.height or facts.height or usual.height,
         "width": flags.width or facts.width or usual.width,
         "num_frames": flags.num_frames or facts.num_frames or teacher.shortest,
     }
-    steps, second = own or facts.steps or STEPS, flags.guidance_scale_2
+    steps, second = chosen or facts.steps or STEPS, flags.guidance_scale_2
     if teacher.boundary is not None:  # diffusers refuses it for one expert, and without it takes the first
-        second = _given(second, flags.guidance_scale, facts.guidance_scale_2, low)
+        second = _first_known(second, flags.guidance_scale, facts.guidance_scale_2, low)
     return Sampling(
         **size,
         # a student of few steps is compared with its teacher in many
-        steps=own or facts.teacher_steps or steps,
-        guidance_scale=_given(flags.guidance_scale, facts.guidance_scale, high),
+        steps=chosen or facts.teacher_steps or steps,
+        guidance_scale=_first_known(flags.guidance_scale, facts.guidance_scale, high),
         guidance_scale_2=second,
-        negative_prompt=_given(flags.negative_prompt, facts.negative_prompt, WAN_NEGATIVE_PROMPT),
+        negative_prompt=_first_known(flags.negative_prompt, facts.negative_prompt, WAN_NEGATIVE_PROMPT),
         shift=facts.shift,
     ), Sampling(**size, steps=steps)
 
 
-def _given(*values: Any) -> Any:
-    """Return the first of `values` that is not None."""
+def _first_known(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 

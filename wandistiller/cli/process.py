@@ -28,8 +28,8 @@ def set_defaults(env: MutableMapping[str, str]) -> None:
     launchers.share_cores(env, len(os.sched_getaffinity(0)))
     system_memory.set_allocators()
     if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):  # as launch/env.sh: built once
-        own = cpu_digest(Path("/proc/cpuinfo").read_text())
-        env.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions" / own))
+        folder = Path(sys.prefix) / "torch_extensions" / cpu_digest(Path("/proc/cpuinfo").read_text())
+        env.setdefault("TORCH_EXTENSIONS_DIR", str(folder))
     for name, value in DEFAULTS.items():
         env.setdefault(name, value)
 

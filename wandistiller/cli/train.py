@@ -57,8 +57,8 @@ def run(command: str, flags: RunFlags, failures: Failures) -> None:
     for line in collectives.gather_problems([line for lines in short for line in lines]):
         collectives.log0("%s", line, level=logging.WARNING)
     with collectives.raise_on_all_ranks():  # once no rank finds anything wrong
-        places = dict.fromkeys([output, *(job.output for job in stages)]) if first else {}
-        locks = [lock(place) for place in places]
+        folders = dict.fromkeys([output, *(job.output for job in stages)]) if first else {}
+        locks = [lock(folder) for folder in folders]
     for folder in (output, stages[0].cache) if first else ():
         delete_leftovers(folder)
     if of_all.deterministic:

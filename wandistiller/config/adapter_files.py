@@ -34,13 +34,13 @@ def start_files(job: Job) -> list[AddedLora]:
     lora, bases = Lora(**job.run.lora or {}), start_bases(job).values()
     if lora.start is None:
         return []
-    given = read_added("recipe", "lora.start", lora.start)
+    files = read_added("recipe", "lora.start", lora.start)
     ranks = [lora.rank_of(layer) for layer in target_layers(lora, job.student_transformer)]
-    for one in given:
-        more = ["--targets", *lora.targets, "--rank", min(ranks, default=lora.rank)]
-        require_no_full_model(one.file, job.run.teacher_path, more)
-    files = with_experts(WHERE, given, job.folder.configs if job.networks.bases else bases)
-    return [one for one in files if any(map(one.is_for, bases))] or files
+    flags = ["--targets", *lora.targets, "--rank", min(ranks, default=lora.rank)]
+    for added in files:
+        require_no_full_model(added.file, job.run.teacher_path, flags)
+    files = with_experts(WHERE, files, job.folder.configs if job.networks.bases else bases)
+    return [added for added in files if any(map(added.is_for, bases))] or files
 
 
 def start_changes(job: Job, network: Expert, *, weights: bool = True) -> dict[str, LowRank]:
@@ -59,7 +59,7 @@ def start_problems(job: Job) -> list[str]:
     targets = target_layers(lora, config)
     for network in start_bases(job) if not problems else ():
         changes = start_changes(job, network, weights=False)
-        ranks = {layer: one.rank for layer, one in changes.items() if one.rank > lora.rank_of(layer)}
+        ranks = {name: change.rank for name, change in changes.items() if change.rank > lora.rank_of(name)}
         higher = {layer.split(".", 2)[-1]: rank for layer, rank in ranks.items()}
         if without := sorted({layer.split(".", 2)[-1] for layer in changes if layer not in targets}):
             text = "changes layers that have no adapter here. Add to `lora.targets`"

@@ -69,9 +69,9 @@ def inputs(job: Job) -> dict[str, Any]:
     """Return what a resumed run must share too, and checkpoints of before the first release have not."""
     folder, engine = job.folder, job.student_engine
     known = {"teacher_dtype": job.teacher.engine.precision, "torch_autocast": engine.autocast}
-    if folder.revision:  # its parts may not be here yet, but its commit is the teacher's
-        return known
-    return known | {part: fingerprint(folders) for part, folders in folder.parts.items()}
+    # those of a hub id may not be here yet, but its commit is the teacher's
+    parts = {} if folder.revision else folder.parts
+    return known | {part: fingerprint(folders) for part, folders in parts.items()}
 
 
 def data_digest(job: Job) -> str:
@@ -80,23 +80,23 @@ def data_digest(job: Job) -> str:
     Later settings count where they are not the default and there are media that they change, so that the
     digests of earlier runs stay.
     """
-    run, items, more = job.run, job.items, []
+    run, items, later = job.run, job.items, []
     if job.reader.background != WHITE and items.first(*STILLS, MediaType.GIF):
-        more.append(job.reader.background)
+        later.append(job.reader.background)
     if run.fit == LETTERBOX and items.first(*STILLS, MediaType.GIF, MediaType.VIDEO):
-        more += [run.fit, job.reader.background]
+        later += [run.fit, job.reader.background]
     if run.clips_per_video > 1 and items.first(MediaType.GIF, MediaType.VIDEO):
-        more.append(f"{run.clips_per_video} clips")
+        later.append(f"{run.clips_per_video} clips")
     if job.folder.config.takes_image:
-        more.append("given frames")
-    return digest(items.digest, *map(str, (job.rollouts, job.size, job.buckets)), run.video_fps, *more)
+        later.append("given frames")
+    return digest(items.digest, *map(str, (job.rollouts, job.size, job.buckets)), run.video_fps, *later)
 
 
 def tuning(job: Job) -> dict[str, Any]:
     """Return settings of trained parts and averages that are not the default."""
     keys = ("ema", "ema_start", "learning_rates", "frozen")
-    given = {key: value for key in keys if (value := getattr(job.run, key))}
-    return given | ({"lora": adapters(job)} if job.run.lora is not None else {})
+    settings = {key: value for key in keys if (value := getattr(job.run, key))}
+    return settings | ({"lora": adapters(job)} if job.run.lora is not None else {})
 
 
 def adapters(job: Job) -> dict[str, Any]:
@@ -104,13 +104,12 @@ def adapters(job: Job) -> dict[str, Any]:
     lora, files = job.run.lora, start_files(job)
     starts: dict[str, Any] = {}
     for network, base in start_bases(job).items():
-        if own := [one for one in files if one.is_for(base)]:
-            plain = len(own) == 1 and own[0].strength == 1
-            starts[network.value] = own[0].digest if plain else digest([one.identity for one in own])
+        if added := [file for file in files if file.is_for(base)]:
+            is_plain = len(added) == 1 and added[0].strength == 1
+            starts[network.value] = added[0].digest if is_plain else digest([file.identity for file in added])
     if isinstance(lora.get("start"), str) and starts:  # as in earlier versions one file counts for both
         starts = dict.fromkeys((e.value for e in Expert), next(iter(starts.values()))) | starts
-    kept = {key: value for key, value in lora.items() if key != "start"}
-    return kept | ({"start": starts} if starts else {})
+    return {k: v for k, v in lora.items() if k != "start"} | ({"start": starts} if starts else {})
 
 
 def provenance(job: Job) -> Facts:
@@ -143,7 +142,7 @@ def provenance(job: Job) -> Facts:
         trained_expert=only.key if (only := job.objective.trained_expert) else None,
         stands_for=None if job.student.keep_layers == IMPORTANCE else job.stands_for,
         teacher_lora=job.folder.added_settings or None,
-        teacher_lora_digests=[one.digest for one in job.folder.added] or None,
+        teacher_lora_digests=[added.digest for added in job.folder.added] or None,
         teacher_identity=job.folder.weights_identity,
         image_to_video=job.folder.config.takes_image or None,
         **{key: getattr(r, key) for key in media},
@@ -155,12 +154,12 @@ def provenance(job: Job) -> Facts:
 def resolved(job: Job) -> dict[str, Any]:
     """Return the settings as they run, as one recipe that needs no other file."""
     student = {k: v for k, v in dataclasses.asdict(job.student).items() if v is not None}
-    given = dataclasses.asdict(job.run) | {
+    settings = dataclasses.asdict(job.run) | {
         "deepspeed_config": job.student_engine.raw,
         "teacher_deepspeed_config": job.teacher.engine.raw,
         "student_config": student,
     }
-    return {k: v for k, v in given.items() if v is not None and k not in ONLY_FLAGS}
+    return {k: v for k, v in settings.items() if v is not None and k not in ONLY_FLAGS}
 
 
 def write_resolved(job: Job) -> None:
@@ -203,8 +202,8 @@ def _network_problems(job: Job) -> list[str]:
     for name, config in networks.items():
         file = job.resume_from / name / ENGINE
         saved = json.loads(file.read_text())["shapes"] if file.is_file() else {}
-        own = config.shapes  # adapters and heads are in one alone
-        if not saved or any(own.get(name, shape) != shape for name, shape in saved.items()):
+        # adapters and heads are in one alone
+        if not saved or any(config.shapes.get(name, shape) != shape for name, shape in saved.items()):
             problems.append(
                 f"{job.resume_from}: holds {'another' if saved else 'no'} network `{name}`, which "
                 f"{job.objective} trains. Give another --output_dir, whose student begins with this one: "
@@ -215,18 +214,18 @@ def _network_problems(job: Job) -> list[str]:
 
 def end_of(job: Job) -> Start:
     """Return the start of a run that follows `job`: what a finished one left, or what another will."""
-    if job.resume_from and read_state(job.resume_from)["step"] >= job.run.max_steps:
-        if found := read_start(str(job.output)):
-            return found
+    is_done = job.resume_from and read_state(job.resume_from)["step"] >= job.run.max_steps
+    if is_done and (start := read_start(str(job.output))):
+        return start
     if (file := job.output / "lineage.json").is_file():  # of checkpoints that are gone
         job = _measured(job, next(iter(read_json(file).values())).get("kept_layers"))
     return start_after(job.output, identity(job), provenance(job), job.run.max_steps)
 
 
-def _measured(job: Job, kept: Any) -> Job:
+def _measured(job: Job, layers: Any) -> Job:
     """Return the job with these layers in place of `importance`, if they are known."""
-    is_known = job.student.keep_layers == IMPORTANCE and isinstance(kept, list)
-    return job.with_layers(kept) if is_known else job
+    is_known = job.student.keep_layers == IMPORTANCE and isinstance(layers, list)
+    return job.with_layers(layers) if is_known else job
 
 
 def require_same(stages: list[Job], *, weights: bool = True) -> None:

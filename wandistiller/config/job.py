@@ -170,9 +170,9 @@ class Job:
             return before
         return lineage(self.student, self.student_transformer, self.folder)
 
-    def with_layers(self, kept: list[int]) -> "Job":
+    def with_layers(self, layers: list[int]) -> "Job":
         """Replace the student's `importance` by the layers that were chosen by it."""
-        return dataclasses.replace(self, student=dataclasses.replace(self.student, keep_layers=kept))
+        return dataclasses.replace(self, student=dataclasses.replace(self.student, keep_layers=layers))
 
 
 def branches(job: Job) -> int:

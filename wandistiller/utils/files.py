@@ -246,9 +246,8 @@ def flush(path: Path) -> None:
 
 def flush_all(path: Path) -> None:
     """Flush a file, or a folder with all that is in it, to the disk."""
-    for one in [path, *path.rglob("*")]:
-        if one.is_file() or one.is_dir():  # no link that leads nowhere
-            flush(one)
+    for file in filter(Path.exists, [path, *path.rglob("*")]):  # no link that leads nowhere
+        flush(file)
 
 
 PACKAGE = Path(__file__).parent.parent
@@ -283,9 +282,9 @@ OTHER_PATHS = ("checkpoint", "init", "model", "output", "recipe", "recommend", "
 def at_home(value: Any, key: str = "") -> Any:
     """Return settings with the home folder in place of a `~` that a path begins with, as a shell does."""
     if isinstance(value, dict):
-        return {name: at_home(one, str(name)) for name, one in value.items()}
+        return {name: at_home(inner, str(name)) for name, inner in value.items()}
     if isinstance(value, list):
-        return [at_home(one) if isinstance(one, dict) else one for one in value]
+        return [at_home(inner) if isinstance(inner, dict) else inner for inner in value]
     is_path = isinstance(value, str | Path) and (key.endswith(PATH_ENDS) or key in OTHER_PATHS)
     return type(value)(os.path.expanduser(value)) if is_path and str(value).startswith("~") else value
 
@@ -325,8 +324,8 @@ def read_json(path: str | Path) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"{path}: {DEEP}") from None
     if not isinstance(value, dict):
-        found = "null" if value is None else f"a {type(value).__name__}"
-        raise ConfigError(f"{path}: holds {found}. Write one JSON object, {{...}}.")
+        kind = "null" if value is None else f"a {type(value).__name__}"
+        raise ConfigError(f"{path}: holds {kind}. Write one JSON object, {{...}}.")
     if problems := impossible_values(path, value):
         raise ConfigError(*problems)
     return at_home(value)
