@@ -58,8 +58,8 @@ def run(flags: DoctorFlags) -> None:
         f"{collectives.backend()}, sum over them {right}",
     ]
     if emulates_bf16():
-        flags = "--mixed_precision no --teacher_dtype float32"
-        lines.append(f"slow       bf16: this CPU has no instructions for it. Without a GPU give `{flags}`")
+        remedy = "Without a GPU give `--mixed_precision no --teacher_dtype float32`"
+        lines.append(f"slow       bf16: this CPU has no instructions for it. {remedy}")
     collectives.destroy()
     collectives.show(*lines)
 
@@ -78,11 +78,7 @@ def _parts() -> dict[str, str]:
 
 
 def built(name: str, builder: Any, why: str) -> str:
-    """Build a part of DeepSpeed unless it is built; return a line with the result.
-
-    Args:
-        why: the missing requirement, for when its builder reports that it cannot be built here.
-    """
+    """Build a part of DeepSpeed unless it is built; return a line, with `why` where it cannot be built."""
     try:
         if not builder.is_compatible(verbose=False):
             return f"missing    {name}: {why}"

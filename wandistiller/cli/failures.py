@@ -115,11 +115,7 @@ class Failures:
 
 
 def _in_words(error: OSError, *, goes_on: bool) -> str:
-    """The failure, the file, and a remedy.
-
-    Args:
-        goes_on: it is a run, which has checkpoints.
-    """
+    """Return the failure, the file, and a remedy; a run `goes_on` from its checkpoints."""
     then = "the same command then goes on from the last checkpoint" if goes_on else "give the command again"
     where = f"{error.filename}: " if error.filename else ""
     return (
@@ -149,8 +145,7 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 def advice(job: Job, preparing: bool = False) -> list[str]:
     """Return the first flags that a run out of memory lacks, those that cost least first, and PLAN.
 
-    Args:
-        preparing: the cache was being filled, so that there was no student yet.
+    While the cache is being filled, `preparing`, there is no student.
     """
     return [*islice(_flags(job, preparing), SHOWN), PLAN]
 

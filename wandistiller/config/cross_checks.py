@@ -193,7 +193,7 @@ def _media_problems(job: Job) -> list[str]:
             f"not known: {', '.join(map(str, unknown[:3]))}. Convert them, or take them out."
         )
     if job.folder.config.takes_image:
-        problems += _frame_problems(job)
+        problems += _given_frame_problems(job)
     if run.num_frames > 1 and (still := items.first(MediaType.IMAGE)):
         text = f"`num_frames` is {run.num_frames}, but {still.media} is an image. Write 1, or give videos."
         problems.append(text)
@@ -204,7 +204,7 @@ def _media_problems(job: Job) -> list[str]:
     return problems
 
 
-def _frame_problems(job: Job) -> list[str]:
+def _given_frame_problems(job: Job) -> list[str]:
     """List what an image-to-video teacher needs and the data or the settings do not have."""
     run, items, config = job.run, job.items, job.folder.config
     problems = given_problems(job.folder, [*filter(None, map(items.first, MADE))])

@@ -172,11 +172,7 @@ def write_resolved(job: Job) -> None:
 
 
 def resumed(job: Job) -> Job:
-    """Return the job with measured layers as in its checkpoint, which must be of this run.
-
-    Raises:
-        ConfigError: with every difference.
-    """
+    """Return the job with its checkpoint's measured layers; raises ConfigError if that is of another run."""
     job = _measured(job, read_state(job.resume_from)["facts"].get("keep_layers"))
     allowed = job.run.allow_changed or []
     resume.changed_keys(job.resume_from, recorded(job), allowed)

@@ -181,10 +181,9 @@ def branches(job: Job) -> int:
 
 
 def swept(job: Job) -> int:
-    """Return how many micro-steps' samples go through the teacher together."""
-    sizes = (job.size, *job.buckets)
+    """Return how many micro-steps' samples go through the teacher together, which may stream its blocks."""
     samples = job.batch.micro * max(1, branches(job) // job.teacher.guidance_passes)
-    tokens = max(job.folder.tokens(s.height, s.width, s.num_frames) for s in sizes)
+    tokens = max(job.folder.tokens(s.height, s.width, s.num_frames) for s in (job.size, *job.buckets))
     nbytes = samples * tokens * job.folder.config.width * job.teacher.engine.dtype.itemsize
     return job.teacher.sweep(job.batch.accumulation, nbytes)
 

@@ -172,11 +172,7 @@ class TableMaker:
         return copied_experts(self.student, self.config, folder, self._experts)
 
     def _student(self, expert: Expert, bases: dict[Expert, Expert], why: str) -> NetworkPlan:
-        """Make the row of one of the student's networks.
-
-        Args:
-            why: it is the teacher's but for adapters, and needs a copy of its weights.
-        """
+        """Make the row of one of the student's networks; `why` says why its base is copied, if it is."""
         own_weights = CHECKPOINT if self.resumes else RUN if self.start else NEW
         learns = self.objective.trained_expert in (None, expert)
         trained = Trained(

@@ -118,11 +118,7 @@ def _folders(settings: Settings, name: str) -> Settings:
 
 
 def _stage_problems(where: str, stages: Any, outside: dict[str, Any]) -> list[Problem]:
-    """List what is wrong with the list of stages, apart from the settings in it.
-
-    Args:
-        outside: the recipe's other values, and the flags.
-    """
+    """List what is wrong with the list of stages; `outside` has the recipe's other values and the flags."""
     if not isinstance(stages, list) or not stages or not all(isinstance(stage, dict) for stage in stages):
         return [problem(where, STAGES, stages, 'Write a list of objects, each with a "name".')]
     problems, names = [], [stage.get(NAME) for stage in stages]
@@ -147,11 +143,7 @@ def _stage_problems(where: str, stages: Any, outside: dict[str, Any]) -> list[Pr
 
 
 def in_stages(runs: dict[str, dict[str, Any]], whole: dict[str, Any]) -> dict[str, Any]:
-    """Return one recipe of the recipes of its stages, by name; settings that all have stand outside.
-
-    Args:
-        whole: settings whose FOLDERS are those of the recipe.
-    """
+    """Join the recipes of stages in one: outside stand settings that all have, and the FOLDERS of `whole`."""
     first, *_ = runs.values()
     folders = {key: whole[key] for key in FOLDERS if key in whole}
     shared = {k: v for k, v in first.items() if all(values.get(k) == v for values in runs.values())}

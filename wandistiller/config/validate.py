@@ -31,9 +31,6 @@ from wandistiller.wan.added_lora import read_added, with_experts
 from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.transformer_config import TransformerConfig
 
-ANY_SIZE = TransformerConfig.usual()
-"""For a student that is not known yet."""
-
 
 @readable()
 def read_job(
@@ -73,7 +70,7 @@ def read_job(
         objective = read_objective(run.objective)
     with collecting(problems):  # with what depends on the student and the data left open
         json = _overridden(_opened(run, ENGINE, origins), run)
-        batch = _engine(json, ranks, ANY_SIZE, steps=1, here=here).batch
+        batch = _engine(json, ranks, TransformerConfig.usual(), steps=1, here=here).batch
     with collecting(problems):
         teacher = _teacher(_opened(run, TEACHER, origins), run, world, here=here)
     if problems := problems + own_problems(run, here=here):
@@ -191,11 +188,7 @@ def _teacher(json: DeepSpeedJson, run: RunConfig, world: int, *, here: bool) -> 
 
 
 def _complete(run: RunConfig, folder: Folder, items: PromptDataset, samples: int) -> RunConfig:
-    """Replace None by the teacher's own values; clear settings that are in the JSONs now.
-
-    Args:
-        samples: of a step.
-    """
+    """Replace None by the teacher's own values; clear settings that the JSONs hold; a step has `samples`."""
     usual, epoch = folder.usual, items.samples(run.rollouts_per_prompt, run.clips_per_video)
     # one scale is for both experts, as in diffusers
     scale, scale_2 = usual.guidance if run.guidance_scale is None else [run.guidance_scale] * 2

@@ -131,9 +131,8 @@ def _percent(share: float) -> str:
 def _score(evaluated: Evaluated) -> Figure | None:
     for key, name in SCORES.items():
         if both := _sides(evaluated, key):
-            its, theirs = (
-                evaluated[side][key].get("count", f"{both[i]:.3g}") for i, side in enumerate(SIDES)
-            )
+            sides = zip((evaluated[side][key] for side in SIDES), both, strict=True)
+            its, theirs = (figure.get("count", f"{value:.3g}") for figure, value in sides)
             detail = f"{name}: {its}, teacher {theirs}, of {evaluated['prompts']} prompts"
             return Figure(_percent(both[0] / both[1]), "of the teacher's score", detail)
     return None

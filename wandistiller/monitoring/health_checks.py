@@ -158,10 +158,7 @@ class HealthChecks:
                 self._keep(limit.number, number)
 
     def _surely(self, name: str, step: int) -> float:
-        """Return how far the mean of a number's last steps is from 0, less two of its standard errors.
-
-        0 as long as a run warms up.
-        """
+        """Return how far a number's last mean is from 0, less two standard errors; 0 while a run warms up."""
         last = self._last.get(name, ())
         if step <= WARMED_UP + WINDOW or len(last) < WINDOW:
             return 0.0

@@ -58,12 +58,7 @@ class Problem(str):
         return self.parts[1]
 
     def placed(self, origins: dict[str, str], otherwise: str) -> "Problem":
-        """Return the problem of a run's setting with its place instead of RECIPE.
-
-        Args:
-            origins: place of each setting that the user gave.
-            otherwise: the place of all others.
-        """
+        """Return the problem of a run's setting with its origin, or `otherwise`, in place of RECIPE."""
         text, where, key, stage = self.parts
         setting = re.split(r"\W", key)[0]
         return Problem(text, origins.get(setting, otherwise), key, stage) if where == RECIPE else self
@@ -132,11 +127,7 @@ def closest(word: object, known: Iterable[str]) -> str | None:
 
 @contextmanager
 def readable(path: str | Path | None = None) -> Iterator[None]:
-    """Raise errors of the system as wrong input.
-
-    Args:
-        path: the file's name as the user gave it; None: the system's.
-    """
+    """Raise errors of the system as wrong input, about `path` as the user wrote it, or the system's name."""
     try:
         yield
     except OSError as error:

@@ -113,11 +113,7 @@ def _this_machine() -> str:
 
 
 def lock(folder: Path) -> IO[str]:
-    """Lock `folder` until the returned file is closed or the process ends.
-
-    Raises:
-        ConfigError: another process holds the lock.
-    """
+    """Lock a folder until the file is closed or the process ends; raises ConfigError if another has it."""
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / ".lock").open("a+")
     if take_lock(file) is False:
@@ -133,8 +129,6 @@ def lock(folder: Path) -> IO[str]:
     return file
 
 
-HELD = {errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES}
-"""Errors that mean that another process has the lock. Source: flock(2), fcntl(2)."""
 _refusals: set[int | None] = set()
 """Errors of file systems without locks of which a line was logged."""
 
@@ -147,7 +141,7 @@ def take_lock(file: IO[Any]) -> bool | None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in HELD:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):  # another process has it: flock(2), fcntl(2)
             return False
         if error.errno not in _refusals:
             _refusals.add(error.errno)

@@ -53,11 +53,7 @@ def can_write_mp4() -> bool:
 
 
 def write_mp4(file: Path, frames: Callable[[], Iterable[Image.Image]], fps: int, plays: int = 1) -> None:
-    """Write an MP4 (H.264, BT.709) of pictures of one even size.
-
-    Args:
-        frames: gives the pictures, once for each time that they are played.
-    """
+    """Write an MP4 (H.264, BT.709) of pictures of one even size; `frames` gives them once for each play."""
     import av
 
     # the index comes first, so that a page can play the file while it is loading
