@@ -33,11 +33,7 @@ class FewSteps(NamedTuple):
         return expert_at(self.sigmas[call], self.boundary)
 
     def following(self, call: int, x_BCFHW: Tensor, v_BCFHW: Tensor, new_BCFHW: Tensor | None) -> Tensor:
-        """Return the state after a call, counted from 0, with its velocity.
-
-        Args:
-            new_BCFHW: new noise, which RENOISE takes.
-        """
+        """Return the state after a call, counted from 0, with its velocity; RENOISE takes new noise."""
         sigma, following = (*self.sigmas, 0.0)[call : call + 2]
         if self.sampler == EULER:
             return x_BCFHW + (following - sigma) * v_BCFHW
@@ -81,11 +77,7 @@ class FlowSchedule:
         return self.shifted((self.unshifted(sigma_B) - u).clamp(min=0))
 
     def segment_end(self, sigma_B: Tensor, steps: int | None, expert: Expert) -> Tensor:
-        """Return the end of the segment below each sigma: of a list of `steps`, and of the student's expert.
-
-        Args:
-            steps: number of sampling steps; None: the whole path is one segment.
-        """
+        """Return where each sigma's segment ends, of so many steps (None: of one) of the student's expert."""
         ends = [0.0, *(self.steps(steps) if steps else [])]
         if self.handover is not None and expert is Expert.HIGH_NOISE:
             ends = [max(end, self.handover) for end in ends]
@@ -169,7 +161,7 @@ class FlowSchedule:
         x_t_BCFHW, sigma_B = states(s_B), sigma_S[s_B]
         length_B1111 = (sigma_B - sigma_S[following_B]).view(-1, 1, 1, 1, 1)
         v_BCFHW = (x_t_BCFHW - states(following_B)) / length_B1111
-        x0_BCFHW = x_t_BCFHW - sigma_B.view(-1, 1, 1, 1, 1) * v_BCFHW
+        x0_BCFHW = clean(x_t_BCFHW, v_BCFHW, sigma_B)
         return Batch(
             x0_BCFHW=x0_BCFHW,
             noise_BCFHW=x0_BCFHW + v_BCFHW,

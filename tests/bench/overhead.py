@@ -41,8 +41,7 @@ from wandistiller.engine.patches import patch_deepspeed
 from wandistiller.experts import Expert
 from wandistiller.training import trainer as training
 from wandistiller.training.trainer import Trainer
-from wandistiller.utils.embedded import TINY
-from wandistiller.utils.files import read_json
+from wandistiller.utils.files import TINY, read_json
 from wandistiller.wan.text_padding import merge_text_padding
 from wandistiller.wan.transformer import velocity
 

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from wandistiller.network.folder import Folder
-from wandistiller.utils.embedded import TINY
 from wandistiller.utils.errors import ConfigError
-from wandistiller.utils.files import read_json
+from wandistiller.utils.files import TINY, read_json
 from wandistiller.utils.validation import Count, NotNegative, Positive, types_of, value_problems
 from wandistiller.wan.transformer_config import TransformerConfig
 

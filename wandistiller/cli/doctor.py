@@ -13,6 +13,7 @@ from wandistiller.cli.flags import DoctorFlags
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import on_accelerator
 from wandistiller.engine.extensions import BUILD_ERRORS, reason
+from wandistiller.engine.kernels import emulates_bf16
 from wandistiller.engine.monitors import MONITORS
 from wandistiller.engine.nvcc import find_nvcc
 from wandistiller.monitoring.environment import version, versions
@@ -55,8 +56,10 @@ def run(flags: DoctorFlags) -> None:
         f"a node     {gpus}, {host:.1f} GiB of CPU memory free, {disk:.1f} GiB of disk",
         f"ranks      {n}, at most {machine.ranks_on_node} a node; "
         f"{collectives.backend()}, sum over them {right}",
-        *slow_bf16(),
     ]
+    if emulates_bf16():
+        remedy = "Without a GPU give `--mixed_precision no --teacher_dtype float32`"
+        lines.append(f"slow       bf16: this CPU has no instructions for it. {remedy}")
     collectives.destroy()
     collectives.show(*lines)
 
@@ -75,11 +78,7 @@ def _parts() -> dict[str, str]:
 
 
 def built(name: str, builder: Any, why: str) -> str:
-    """Build a part of DeepSpeed unless it is built; return a line with the result.
-
-    Args:
-        why: the missing requirement, for when its builder reports that it cannot be built here.
-    """
+    """Build a part of DeepSpeed unless it is built; return a line, with `why` where it cannot be built."""
     try:
         if not builder.is_compatible(verbose=False):
             return f"missing    {name}: {why}"
@@ -91,32 +90,21 @@ def built(name: str, builder: Any, why: str) -> str:
 
 def cuda_compiler(expected: str) -> str:
     """Describe the CUDA compiler, which must have the major version of `expected`, torch's, in one line."""
-    found = find_nvcc(expected)
-    if found.fits:
-        return f"compiler   {found.what}"
+    compiler = find_nvcc(expected)
+    if compiler.fits:
+        return f"compiler   {compiler.what}"
     toolkit = f"the CUDA toolkit {expected} (https://developer.nvidia.com/cuda-toolkit-archive)"
-    return f"missing    {found.what}; {NVCC}: install {toolkit} and set CUDA_HOME to its folder"
+    return f"missing    {compiler.what}; {NVCC}: install {toolkit} and set CUDA_HOME to its folder"
 
 
 def differences(ranks: list[tuple[str, dict[str, str]]]) -> list[str]:
     """List what differs between nodes, a line each, given each rank's node and name -> version or state."""
     lines = []
-    for name in sorted({name for _, own in ranks for name in own}):
+    for name in sorted({name for _, states in ranks for name in states}):
         nodes: dict[str, list[str]] = {}
-        for node, own in ranks:
-            nodes.setdefault(" ".join(own.get(name, "").split()) or "none", []).append(node)
+        for node, states in ranks:
+            nodes.setdefault(" ".join(states.get(name, "").split()) or "none", []).append(node)
         if len(nodes) > 1:
             where = [f"{state} on {', '.join(dict.fromkeys(names))}" for state, names in nodes.items()]
             lines.append(f"differs    {name}: {'; '.join(where)}. Give all nodes the same environment")
     return lines
-
-
-def slow_bf16(root: Path = Path("/")) -> list[str]:
-    """Warn of a CPU, described in `root`/proc, that emulates bf16, which is slower than float32."""
-    info = root / "proc/cpuinfo"  # flags: avx512_bf16, amx_bf16; on Arm bf16, svebf16
-    if on_accelerator() or not info.is_file() or "bf16" in info.read_text():
-        return []
-    return [
-        "slow       bf16: this CPU has no instructions for it. Without a GPU give "
-        "`--mixed_precision no --teacher_dtype float32`"
-    ]

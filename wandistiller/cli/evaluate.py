@@ -11,15 +11,10 @@ from wandistiller.distributed import collectives, device
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks, division_problems
 from wandistiller.engine.ds_config import load
 from wandistiller.engine.preflight import config_problems
+from wandistiller.evaluation import draw_samples
 from wandistiller.evaluation.candidates import read_candidate
 from wandistiller.evaluation.clip import clip_problems
-from wandistiller.evaluation.draw_samples import (
-    STEPS,
-    Sampling,
-    number_problems,
-    resolve_dtype,
-    size_problems,
-)
+from wandistiller.evaluation.draw_samples import Sampling, size_problems
 from wandistiller.evaluation.evaluator import Evaluation, Evaluator
 from wandistiller.evaluation.items import image_problems, read_items
 from wandistiller.evaluation.report import summary, write
@@ -47,7 +42,7 @@ INPUTS = ("takes_image", "joined_channels", "text_dim", "image_dim", "pos_embed_
 
 def run(flags: EvaluateFlags) -> None:
     with collectives.raise_on_all_ranks():
-        evaluation = read_evaluation(flags, resolve_dtype(flags.dtype), collectives.world_size())
+        evaluation = read_evaluation(flags, draw_samples.resolve_dtype(flags.dtype), collectives.world_size())
     collectives.init()
     evaluate(evaluation, Ranks.in_groups_of(flags.context_parallel))
     collectives.destroy()
@@ -88,7 +83,8 @@ def read_evaluation(flags: EvaluateFlags, dtype: torch.dtype, world: int) -> Eva
         ConfigError: with every problem of a part alone, or else of parts that do not go together; no weights
             were read.
     """
-    problems, output = number_problems("evaluate", vars(flags)), flags.output or Path("evaluation")
+    problems = draw_samples.number_problems("evaluate", vars(flags))
+    output = flags.output or Path("evaluation")
     read: dict[str, str | Path] = {}
     with collecting(problems):
         candidate = read_candidate(flags.student, flags.lora or [], flags.strength, flags.teacher_path)
@@ -133,47 +129,39 @@ def read_evaluation(flags: EvaluateFlags, dtype: torch.dtype, world: int) -> Eva
 
 
 def _as_trained(teacher: Folder, facts: Facts, where: str) -> Folder:
-    """Return the teacher with the LoRA files that were added to it in training.
-
-    Args:
-        where: the file with the facts.
-
-    Raises:
-        ConfigError: they are not here, or not as they were.
-    """
+    """Return the teacher with the LoRA files that it had in training; raises ConfigError without them."""
     teacher = teacher.with_loras(read_recorded(where, facts.teacher_lora))
-    for one, digest in zip(teacher.added, facts.teacher_lora_digests or (), strict=False):
-        if one.digest != digest:
+    for added, digest in zip(teacher.added, facts.teacher_lora_digests or (), strict=False):
+        if added.digest != digest:
             text = "was added to the teacher, and is not as it was when the student was trained"
-            raise ConfigError(f"{one.file}: {text}. Put the file back that the run had.")
+            raise ConfigError(f"{added.file}: {text}. Put the file back that the run had.")
     return teacher
 
 
 def _samplings(flags: EvaluateFlags, facts: Facts, teacher: Folder) -> tuple[Sampling, Sampling]:
     """Return how teacher and student sample: by the flags, else as the student was trained, else as usual."""
-    usual, own = teacher.usual, flags.steps[0] if flags.steps and len(flags.steps) == 1 else None
-    high, low = usual.guidance
+    usual, (high, low) = teacher.usual, teacher.usual.guidance
+    chosen = flags.steps[0] if flags.steps and len(flags.steps) == 1 else None
     size = {
         "height": flags.height or facts.height or usual.height,
         "width": flags.width or facts.width or usual.width,
         "num_frames": flags.num_frames or facts.num_frames or teacher.shortest,
     }
-    steps, second = own or facts.steps or STEPS, flags.guidance_scale_2
+    steps, second = chosen or facts.steps or draw_samples.STEPS, flags.guidance_scale_2
     if teacher.boundary is not None:  # diffusers refuses it for one expert, and without it takes the first
-        second = _given(second, flags.guidance_scale, facts.guidance_scale_2, low)
+        second = _first_known(second, flags.guidance_scale, facts.guidance_scale_2, low)
     return Sampling(
         **size,
         # a student of few steps is compared with its teacher in many
-        steps=own or facts.teacher_steps or steps,
-        guidance_scale=_given(flags.guidance_scale, facts.guidance_scale, high),
+        steps=chosen or facts.teacher_steps or steps,
+        guidance_scale=_first_known(flags.guidance_scale, facts.guidance_scale, high),
         guidance_scale_2=second,
-        negative_prompt=_given(flags.negative_prompt, facts.negative_prompt, WAN_NEGATIVE_PROMPT),
+        negative_prompt=_first_known(flags.negative_prompt, facts.negative_prompt, WAN_NEGATIVE_PROMPT),
         shift=facts.shift,
     ), Sampling(**size, steps=steps)
 
 
-def _given(*values: Any) -> Any:
-    """Return the first of `values` that is not None."""
+def _first_known(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
@@ -192,11 +180,7 @@ def _placement(file: str | None, teacher: Folder, world: int) -> Placement | Non
 
 
 def _pair_problems(evaluation: Evaluation, sharers: int, world: int) -> list[str]:
-    """Problems that keep the two from being run at the same settings on `world` ranks.
-
-    Args:
-        sharers: ranks that compute each sample together.
-    """
+    """List what keeps the two from the same settings on `world` ranks, `sharers` of which share a sample."""
     teacher, student, guided = evaluation.teacher, evaluation.student, evaluation.teacher_sampling
     if other := [key for key in INPUTS if getattr(student.config, key) != getattr(teacher.config, key)]:
         its, theirs = (getattr(folder.config, other[0]) for folder in (student, teacher))

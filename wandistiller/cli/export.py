@@ -9,15 +9,15 @@ from wandistiller.distributed import collectives
 from wandistiller.export import hub
 from wandistiller.export.formats.base import formats
 from wandistiller.export.source import read_source, read_whole_model, require_no_whole_model
-from wandistiller.utils.embedded import TINY
 from wandistiller.utils.errors import ConfigError, inside_problems, problem
+from wandistiller.utils.files import TINY
 
 
 def run(flags: ExportFlags) -> None:
     name = "lora" if flags.adapter else flags.format
     kind = formats()[name]
-    given = {f.name: v for f in fields(kind) if (v := getattr(flags, f.name, None)) is not None}
-    written = kind(**given | {"dtype": getattr(torch, flags.dtype)})
+    settings = {f.name: v for f in fields(kind) if (v := getattr(flags, f.name, None)) is not None}
+    written = kind(**settings | {"dtype": getattr(torch, flags.dtype)})
     problems = _foreign_problems(name, flags) + written.problems()
     if flags.ema is not None and flags.teacher_path:
         problems.append(
@@ -52,9 +52,9 @@ def _foreign_problems(name: str, flags: ExportFlags) -> list[str]:
         stored = " or ".join(known[name].DTYPES)
         remedy = f"Only {others} stores it, without --adapter; --format {name} stores {stored}."
         problems.append(problem("command line", "dtype", dtype, remedy))
-    own = {field.name for field in fields(known[name])}
-    for other, its in known.items():
-        keys = [field.name for field in fields(its) if field.name not in (*own, "format")]
+    fitting = {"format", *(field.name for field in fields(known[name]))}
+    for other, kind in known.items():
+        keys = [field.name for field in fields(kind) if field.name not in fitting]
         for key in (key for key in keys if getattr(flags, key) is not None):
             how = "--adapter" if other == "lora" else f"--format {other}"
             remedy = f"It belongs to {how}, and --format is {name}; remove it."

@@ -1,15 +1,18 @@
-"""Reports of failures: one message, an exit code, and a notice to the other ranks and to the launcher."""
+"""Reports of failures: one message, an exit code, a notice to the other ranks and to the launcher, advice."""
 
+import errno
 import gc
 import re
 import sys
 import traceback
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
+import torch
 from torch.distributed import DistError
 
 from wandistiller.checkpoint.resume import going_on
-from wandistiller.cli.out_of_memory import advice, chain, is_out_of_memory
 from wandistiller.cli.process import AGAIN, FAULT, NOT_FINITE, OUT_OF_MEMORY, STORAGE, WRONG_INPUT
 from wandistiller.config.job import Job
 from wandistiller.distributed import collectives
@@ -26,22 +29,31 @@ LOST_CONTACT = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed? ?out|gloo|nccl|socket", re.IGNORECASE
 )
 """Words in the errors of backends when another rank is gone; some are plain RuntimeErrors."""
+OUT_OF_MEMORY_MESSAGE = re.compile(
+    r"out of memory"  # torch; CUDA, as cudaErrorMemoryAllocation; NCCL: Cuda failure 2 'out of memory'
+    r"|failed to CUDA [cm]alloc"  # NCCL 2.28
+    r"|(can't|cannot|unable to) allocate memory|not enough memory"  # torch's CPU allocator, mmap, the system
+    r"|could not create a (primitive|memory object)"  # oneDNN
+    r"|failed to map segment|Resource temporarily unavailable"  # the dynamic linker; a new thread's stack
+    r"|std::bad_alloc|cudaErrorMemoryAllocation|CU[A-Z]+_STATUS_ALLOC_FAILED",
+    re.IGNORECASE,
+)
+"""Messages of libraries that are out of memory and raise another error, such as RuntimeError."""
+SHOWN = 3
+"""Number of flags in an advice."""
+PLAN = "`wandistiller plan` with the same recipe and flags says what takes how much, and which JSONs fit"
 
 
 class Failures:
     """Reports why this rank fails, or why it follows another that did."""
 
     def __init__(self) -> None:
-        self._job: Job | None = None
-
-    def set_job(self, job: Job) -> None:
-        """Keep the run, for advice."""
-        self._job = job
+        self.job: Job | None = None
+        """The run, once it has begun."""
 
     def going_on(self) -> str:
         """Say what goes on with the run, if it was stopped in order."""
-        job = self._job
-        return going_on(job.output, job.run.resume) if job else going_on(Path(), "auto")
+        return going_on(self.job.output, self.job.run.resume) if self.job else going_on(Path(), "auto")
 
     def report(self, error: BaseException) -> int:
         """Print and log the error, notify the launcher and the other ranks; return the exit code."""
@@ -65,7 +77,7 @@ class Failures:
             hints = self._advice()
             for_launcher, printed = "\n".join([text, *hints]), "\n".join(hints) if first else ""
         elif refused := system_error(error):
-            code, text = STORAGE, f"error: {where}: {_in_words(refused, goes_on=bool(self._job))}"
+            code, text = STORAGE, f"error: {where}: {_in_words(refused, goes_on=bool(self.job))}"
         elif (lost or isinstance(error, DistError)) and (notice := collectives.watchdog.who_failed()):
             code, text = notice.code, collectives.watchdog.message(notice)
         else:
@@ -84,8 +96,7 @@ class Failures:
         text = notice.text if first else notice.text.partition("\n")[0]
         if notice.code != OUT_OF_MEMORY:
             return text
-        hints = self._advice() if first else []
-        return "\n".join([text, memory_line(collectives.rank()), *hints])
+        return "\n".join([text, memory_line(collectives.rank()), *(self._advice() if first else [])])
 
     def _memory(self, error: BaseException) -> str:
         """The error with the state of the memory."""
@@ -97,21 +108,57 @@ class Failures:
         return f"{text}\n{memory_line(collectives.rank())}"
 
     def _advice(self) -> list[str]:
-        if not self._job:
+        if not self.job:
             return []
-        lines = advice(self._job, preparing=current.phase == "prepare")
+        lines = advice(self.job, preparing=current.phase == "prepare")
         return ["What helps:", *(f"  {line}" for line in lines)]
 
 
 def _in_words(error: OSError, *, goes_on: bool) -> str:
-    """The failure, the file, and a remedy.
-
-    Args:
-        goes_on: it is a run, which has checkpoints.
-    """
+    """Return the failure, the file, and a remedy; a run `goes_on` from its checkpoints."""
     then = "the same command then goes on from the last checkpoint" if goes_on else "give the command again"
     where = f"{error.filename}: " if error.filename else ""
     return (
         f"{where}{error.strerror or error}. A disk is full, or a file or folder went away or was changed "
         f"while it was used. Fix that; {then}."
     )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    return any(
+        isinstance(e, MemoryError | torch.OutOfMemoryError)
+        or (isinstance(e, OSError) and e.errno == errno.ENOMEM)
+        or OUT_OF_MEMORY_MESSAGE.search(str(e))
+        for e in chain(error)
+    )
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield `error`, its causes, and the errors during whose handling they were raised; each once."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def advice(job: Job, preparing: bool = False) -> list[str]:
+    """Return the first flags that a run out of memory lacks, those that cost least first, and PLAN.
+
+    While the cache is being filled, `preparing`, there is no student.
+    """
+    return [*islice(_flags(job, preparing), SHOWN), PLAN]
+
+
+def _flags(job: Job, preparing: bool) -> Iterator[str]:
+    if preparing and job.run.prepare_batch > 1:
+        yield "--prepare_batch 1"
+    if not preparing and not job.student_engine.recompute:
+        yield "--gradient_checkpointing"
+    if job.teacher.engine.dtype is torch.float32:
+        yield "--teacher_dtype bfloat16"
+    if not preparing and job.batch.micro > 1:
+        yield "--batch_size 1"
+    yield "--deepspeed_config auto --teacher_deepspeed_config auto: the JSONs and micro-batch that fit"
+    yield "--num_frames, --height, --width: fewer frames or pixels"
+    yield "--student_config FILE: a student of fewer layers"

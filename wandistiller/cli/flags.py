@@ -17,10 +17,10 @@ LORA = "LoRA files to add, or a run of them; of two experts high_noise=FILE, low
 FIRST_SEED = "of the first prompt; the next gets seed + 1"
 
 
-def _flag(default: Any, text: str, names: tuple[str, ...] = (), group: str = "", **more: Any) -> Any:
-    """Define a flag with its help; MISSING: it is required. `more` goes to argparse (metavar, action)."""
+def _flag(default: Any, text: str, names: tuple[str, ...] = (), group: str = "", **argparse: Any) -> Any:
+    """Define a flag with its help; MISSING: it is required. `argparse` has a metavar, an action and so on."""
     made = {"default_factory": default.copy} if isinstance(default, list | dict) else {"default": default}
-    return field(**made, metadata={"help": text, "names": names, "group": group, "argparse": more})
+    return field(**made, metadata={"help": text, "names": names, "group": group, "argparse": argparse})
 
 
 @dataclass(frozen=True, kw_only=True)

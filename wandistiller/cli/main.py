@@ -83,7 +83,6 @@ def command() -> None:
     Next to a rank that failed, or while another tears down, threads of libraries were seen to abort or to
     hang in it (torch 2.13, deepspeed 0.19.8).
     """
-    process.read_utf8()
     process.open_streams()
     faulthandler.enable()  # says where a library crashed, such as an extension that was compiled here
     interrupts.raise_on_signals()

@@ -54,14 +54,9 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"wandistiller {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
-        how: dict[str, Any] = {
-            "help": text,
-            "description": text,
-            "formatter_class": _Wide,
-            "epilog": ENDS.get(name),
-        }
+        how: dict[str, Any] = {"help": text, "description": text, "epilog": ENDS.get(name)}
         how["usage"] = f"wandistiller {name} {USAGE[name]}" if name in USAGE else None
-        command = commands.add_parser(name, allow_abbrev=False, **how)
+        command = commands.add_parser(name, allow_abbrev=False, formatter_class=_Wide, **how)
         _ignore_local_rank(command)
         if issubclass(kind := flags.of(name), flags.RunFlags):
             _add_flags(command, RunConfig)
@@ -95,9 +90,9 @@ def _accept_older(command: argparse.ArgumentParser) -> None:
 class _Parser(argparse.ArgumentParser):
     """Print an error once for all ranks."""
 
-    def parse_known_args(self, *given: Any, **more: Any) -> tuple[argparse.Namespace, list[str]]:
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> tuple[argparse.Namespace, list[str]]:
         """Raise an error at an unknown flag, with the nearest that there is."""
-        known, extras = super().parse_known_args(*given, **more)
+        known, extras = super().parse_known_args(*args, **kwargs)
         for word in extras:
             flag = word.partition("=")[0].lstrip("-")  # dashes alone make no two words alike
             near = closest(flag, [f[2:] for f in self._option_string_actions if f.startswith("--")])
@@ -192,8 +187,9 @@ def _of_field(f: dataclasses.Field, hint: Any) -> dict[str, Any]:
 
 
 def read(argv: list[str] | None) -> tuple[str, Any]:
-    given = at_home(vars(parser().parse_args(argv)))
-    given.pop(IGNORED, None)
-    kind = flags.of(command := given.pop("command"))
-    own = {f.name: given.pop(f.name) for f in dataclasses.fields(kind) if f.name in given}
-    return command, kind(**own, **({"settings": given} if given else {}))
+    """Return the command's name and its flags, of the type that `flags.of` names."""
+    values = at_home(vars(parser().parse_args(argv)))
+    values.pop(IGNORED, None)
+    kind = flags.of(command := values.pop("command"))
+    named = {f.name: values.pop(f.name) for f in dataclasses.fields(kind) if f.name in values}
+    return command, kind(**named, **({"settings": values} if values else {}))

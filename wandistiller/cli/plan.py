@@ -56,26 +56,26 @@ def plan_lines(flags: PlanFlags, lines: list[str]) -> None:
     recipe = recipe_of(values, settings, flags.recipe)
     jobs = read_jobs(recipe, machine.ranks, here=here, emulated=emulates_bf16() if here else None)
     rates, price = override_rates(usual_rates(machine), flags.rates), flags.price_per_gpu_hour
-    given, planned, total = values | flags.settings, [], 0.0
+    written, planned, total = values | flags.settings, [], 0.0
     for job in jobs:
         before = planned[-1].job if planned else None
-        text, one = _of_run(replace(job, previous=before), machine, rates, here, price)
-        planned.append(one)
+        text, plan = _of_run(replace(job, previous=before), machine, rates, here, price)
+        planned.append(plan)
         lines += [*([f"==== stage {job.stage}", ""] if job.stage else []), *text]
-        total += Times(one.job, machine, rates).whole()
+        total += Times(plan.job, machine, rates).whole()
     if len(jobs) > 1:
         lines.append(f"all {len(jobs)} stages: about {duration(total)} for their steps and rollouts")
     if len(jobs) > 1 and price is not None:
         lines.append(f"they cost about {cost(total, machine, price)}")
-    adapters = None if all(one.fits for one in planned) else adapters_of(defaults | given, jobs[0], machine)
+    best = {plan.job.stage: plan.fits[0] for plan in planned if plan.fits}
+    adapters = None if len(best) == len(planned) else adapters_of(defaults | written, jobs[0], machine)
     lines += verdict(planned, adapters)
     if file := flags.recommend:
-        best = {one.job.stage: one.fits[0] for one in planned if one.fits}
-        found = Recommended(recipe.runs, best, given) if len(best) == len(planned) else adapters
-        if not found:
+        recommended = adapters if len(best) < len(planned) else Recommended(recipe.runs, best, written)
+        if not recommended:
             raise ConfigError(f"Nothing fits that could be recommended. {HELPS}.")
-        lines += found.write(file, machine)
-    elif any(one.short for one in planned):
+        lines += recommended.write(file, machine)
+    elif any(plan.short for plan in planned):
         raise ConfigError("The run does not fit this machine; the last lines of the plan say what does.")
 
 
@@ -150,5 +150,5 @@ def described(flags: PlanFlags) -> Machine:
     on_node = gpus or here.ranks_on_node
     nodes = flags.nodes or (-(-here.ranks // here.ranks_on_node) if not flags.gpus else 1)
     name = flags.gpu_name or ("" if total is None else here.device_name)
-    own = device if gpus else None, host, disk, on_node * nodes, on_node
-    return Machine(*own, device_total=total, device_name=name)
+    memory = device if gpus else None, host, disk
+    return Machine(*memory, on_node * nodes, on_node, device_total=total, device_name=name)

@@ -13,7 +13,6 @@ from wandistiller.planner.teacher_memory import teacher_bytes
 from wandistiller.planner.time import PEAKS, SHARE, Times, passes
 from wandistiller.utils.system_memory import GIB
 
-NOT_COUNTED = "encoding, measurements, pictures, the optimizer and what ranks send each other come on top"
 KINDS = {
     "GPU": lambda b: b.device + b.transient,
     "CPU, of its own": lambda b: b.host,
@@ -95,9 +94,8 @@ def _row(name: str, numbers: Iterable[int]) -> str:
 
 
 def _step(job: Job, times: Times) -> list[str]:
-    parts = ", ".join(
-        f"{duration(seconds)} the {role}" for role, seconds in times.computing().items() if seconds
-    )
+    computing = {role: seconds for role, seconds in times.computing().items() if seconds}
+    parts = ", ".join(f"{duration(seconds)} the {role}" for role, seconds in computing.items())
     rate = f"{times.rates.tflops:.3g} TFLOP/s"
     if any(times.rates.tflops == SHARE * peak for peak, _ in PEAKS.values()):  # the usual one
         rate += f", {SHARE:.2f} of the card's peak"
@@ -123,13 +121,13 @@ def _whole_run(job: Job, machine: Machine, times: Times, price: float | None) ->
     """Estimates of the time and cost of all steps and of the rollouts, and the data they need."""
     run, warm_up, rollouts = job.run, times.warm_up(), times.rollouts()
     samples, available = job.updates * job.batch.total, job.epoch
+    whole = f"the whole run: about {duration(times.steps())} for {run.max_steps} steps"
+    whole += f", {duration(warm_up)} of it of the critic alone before them" if warm_up else ""
+    if rollouts:
+        whole += f", and {duration(rollouts)} for the teacher's rollouts if the cache is empty"
     lines = [
-        f"the whole run: about {duration(times.steps())} for {run.max_steps} steps"
-        + (f", {duration(warm_up)} of it of the critic alone before them" if warm_up else "")
-        + (
-            f", and {duration(rollouts)} for the teacher's rollouts if the cache is empty" if rollouts else ""
-        ),
-        NOT_COUNTED,
+        whole,
+        "encoding, measurements, pictures, the optimizer and what ranks send each other come on top",
         f"it trains on {samples} samples; the data have {available}, "
         f"so each is seen {samples / available:.1f} times",
         f"for each to be seen only once, bring {-(-samples // run.rollouts_per_prompt)} prompts",

@@ -47,22 +47,22 @@ class Recommended(NamedTuple):
 
     runs: dict[str, RunConfig]
     best: dict[str, Choice]
-    given: dict[str, Any]
-    """Its values, as the user wrote them."""
+    values: dict[str, Any]
+    """As the user wrote them."""
 
     def write(self, file: Path, machine: Machine) -> list[str]:
         """Write it on rank 0, and return the lines that say so and how to train with it."""
-        given = {"output_dir": f"runs/{file.stem}"} | self.given
-        own = {s: _without_engines(run, given) | self.best[s].settings for s, run in self.runs.items()}
+        values = {"output_dir": f"runs/{file.stem}"} | self.values
+        recipes = {s: _without_engines(run, values) | self.best[s].settings for s, run in self.runs.items()}
         if collectives.rank() == 0:
-            write_json(file, own[""] if "" in own else in_stages(own, given))
+            write_json(file, recipes[""] if "" in recipes else in_stages(recipes, values))
         return [f"wrote {file}", f"next: {next_command(file, machine)}"]
 
 
 def verdict(planned: list[Planned], adapters: Recommended | None) -> list[str]:
     """Say whether every stage fits, and if not, what does."""
-    names = [one.job.stage for one in planned if one.short]
-    if not names and not all(one.job.teacher.memory_known for one in planned):
+    names = [plan.job.stage for plan in planned if plan.short]
+    if not names and not all(plan.job.teacher.memory_known for plan in planned):
         return ["verdict: whether it fits is not known"]
     if not names:
         return [f"verdict: all {len(planned)} stages fit" if len(planned) > 1 else "verdict: it fits"]
@@ -82,19 +82,19 @@ def verdict(planned: list[Planned], adapters: Recommended | None) -> list[str]:
 
 def _fitting_flags(planned: list[Planned]) -> str | None:
     """Return flags with which every stage fits: the student's engine alone, if that is enough."""
-    known = all(one.job.teacher.memory_known for one in planned)
-    if known and all(next(choices(one.job, one.machine, (True, False)), None) for one in planned):
+    known = all(plan.job.teacher.memory_known for plan in planned)
+    if known and all(next(choices(plan.job, plan.machine, (True, False)), None) for plan in planned):
         return AUTO
-    first, *others = ([choice.teacher for choice in one.fits] for one in planned)
+    first, *others = ([choice.teacher for choice in plan.fits] for plan in planned)
     common = next((name for name in first if all(name in names for names in others)), None)
     return f"{AUTO} --teacher_deepspeed_config {common}" if common else None
 
 
-def adapters_of(given: dict[str, Any], job: Job, machine: Machine) -> Recommended | None:
+def adapters_of(values: dict[str, Any], job: Job, machine: Machine) -> Recommended | None:
     """Return the recipe of a LoRA of the run's teacher for 4 steps, of two experts in two stages, if it fits.
 
-    Teacher, data and size are those `given`, all else that of a shipped recipe. None too where that does not
-    suit the teacher.
+    Teacher, data and size are those of `values`, all else that of a shipped recipe. None too where that does
+    not suit the teacher.
     """
     two = len(job.folder.configs) == 2
     if job.run.lora is not None and (not two or job.stage):
@@ -102,11 +102,9 @@ def adapters_of(given: dict[str, Any], job: Job, machine: Machine) -> Recommende
     shipped = read_json(f"ds_configs/machines/{LORAS[two, job.folder.config.takes_image]}.json")
     samples = machine.ranks * -(-SAMPLES // machine.ranks)
     shipped["deepspeed_config"] = shipped_json(shipped["deepspeed_config"]).replaced(**{TOTAL: samples}).raw
-    own = {f.name for f in fields(RunConfig) if f.metadata["group"] in ("paths", "size")} - JSON_FILES.keys()
-    unset = own | {"batch_size"}
-    values = {k: v for k, v in shipped.items() if k not in unset} | {
-        k: v for k, v in given.items() if k in own
-    }
+    keys = {f.name for f in fields(RunConfig) if f.metadata["group"] in ("paths", "size")} - JSON_FILES.keys()
+    others = {k: v for k, v in shipped.items() if k not in keys | {"batch_size"}}
+    values = others | {k: v for k, v in values.items() if k in keys}
     try:
         recipe = recipe_of(values, {"resume": "never"})
         stages = read_jobs(recipe, machine.ranks, here=False)
@@ -130,10 +128,10 @@ def next_command(file: str | Path, machine: Machine) -> str:
     return f"deepspeed --num_gpus {machine.ranks} --module {train}"
 
 
-def _without_engines(config: RunConfig, given: dict[str, Any]) -> dict[str, Any]:
+def _without_engines(config: RunConfig, values: dict[str, Any]) -> dict[str, Any]:
     """The recipe of `config`, shorthands written out, without the settings that the engines' JSONs hold."""
     defaults = asdict(RunConfig())
     in_jsons = {"teacher_dtype", *ONLY_FLAGS, *(f.name for f in fields(EngineOverrides))}
-    places = {key: given.get(key, defaults[key]) for key in ("output_dir", "cache_dir", "resume")}
-    recipe = asdict(config) | places
+    recipe = asdict(config)
+    recipe |= {key: values.get(key, defaults[key]) for key in ("output_dir", "cache_dir", "resume")}
     return {k: value for k, value in recipe.items() if value != defaults[k] and k not in in_jsons}

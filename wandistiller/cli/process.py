@@ -1,9 +1,8 @@
-"""State of the process around a command: environment, encoding, standard streams, memory, exit code."""
+"""State of the process around a command: environment, standard streams, memory, exit code."""
 
 import os
 import sys
 import zlib
-from codecs import lookup
 from collections.abc import MutableMapping
 from pathlib import Path
 
@@ -28,27 +27,18 @@ def set_defaults(env: MutableMapping[str, str]) -> None:
     launchers.share_cores(env, len(os.sched_getaffinity(0)))
     system_memory.set_allocators()
     if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):  # as launch/env.sh: built once
-        own = cpu_digest(Path("/proc/cpuinfo").read_text())
-        env.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions" / own))
+        folder = Path(sys.prefix) / "torch_extensions" / cpu_digest(Path("/proc/cpuinfo").read_text())
+        env.setdefault("TORCH_EXTENSIONS_DIR", str(folder))
     for name, value in DEFAULTS.items():
         env.setdefault(name, value)
 
 
 def cpu_digest(cpuinfo: str) -> str:
-    """Hash the model and the instructions of a CPU, for which alone DeepSpeed builds (-march=native).
-
-    Args:
-        cpuinfo: text of /proc/cpuinfo, whose keys depend on the architecture.
-    """
+    """Hash the model and the instructions of a CPU, for which alone DeepSpeed builds (-march=native)."""
+    # those of several architectures
     keys = ("model name", "flags", "Features", "CPU implementer", "CPU part", "isa", "cpu")
     lines = {line for line in cpuinfo.splitlines() if line.partition(":")[0].strip() in keys}
     return f"{zlib.crc32(''.join(sorted(lines)).encode()):08x}"
-
-
-def read_utf8() -> None:
-    """Start again in UTF-8 where PYTHONUTF8=0 makes Python read texts and paths as ASCII."""
-    if os.environ.get("PYTHONUTF8") == "0" and lookup(sys.getfilesystemencoding()).name == "ascii":
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"PYTHONUTF8": "1"})
 
 
 def open_streams() -> None:

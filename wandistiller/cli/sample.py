@@ -26,11 +26,7 @@ def run(flags: SampleFlags) -> None:
 
 
 def read_sampling(flags: SampleFlags) -> tuple[Candidate, list[PromptItem], draw_samples.Sampling]:
-    """Check the flags; return the pipeline, what to sample and how.
-
-    Raises:
-        ConfigError: with every problem found.
-    """
+    """Check the flags; return the pipeline, what to sample and how; raises ConfigError with every problem."""
     problems, items = draw_samples.number_problems("sample", vars(flags)), []
     problems += folder_problems("output", flags.output) or draw_samples.output_problems(flags.output)
     with collecting(problems):

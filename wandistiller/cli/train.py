@@ -4,7 +4,7 @@ import logging
 
 from wandistiller.cli.failures import Failures
 from wandistiller.cli.flags import RunFlags
-from wandistiller.config.agreement import require_same
+from wandistiller.config.identity import require_same
 from wandistiller.config.job import Job
 from wandistiller.config.recipe import read_recipe
 from wandistiller.config.run_config import RunConfig
@@ -57,8 +57,8 @@ def run(command: str, flags: RunFlags, failures: Failures) -> None:
     for line in collectives.gather_problems([line for lines in short for line in lines]):
         collectives.log0("%s", line, level=logging.WARNING)
     with collectives.raise_on_all_ranks():  # once no rank finds anything wrong
-        places = dict.fromkeys([output, *(job.output for job in stages)]) if first else {}
-        locks = [lock(place) for place in places]
+        folders = dict.fromkeys([output, *(job.output for job in stages)]) if first else {}
+        locks = [lock(folder) for folder in folders]
     for folder in (output, stages[0].cache) if first else ():
         delete_leftovers(folder)
     if of_all.deterministic:
@@ -69,7 +69,7 @@ def run(command: str, flags: RunFlags, failures: Failures) -> None:
 
     def begin(job: Job) -> None:
         add_log_file(job.output / "logs" / f"rank_{collectives.rank()}.log")
-        failures.set_job(job)
+        failures.job = job
         if command == "train" and not job.is_spent:
             log_disk_use(job)
 

@@ -7,14 +7,8 @@ from wandistiller.config.networks import without_start
 from wandistiller.experts import Expert
 from wandistiller.network.adapters import Lora, LowRank, target_layers
 from wandistiller.utils.errors import RECIPE, ConfigError, Place, Problem
-from wandistiller.wan.added_lora import (
-    AddedLora,
-    added_changes,
-    added_lines,
-    added_problems,
-    read_added,
-    with_experts,
-)
+from wandistiller.wan import added_lora
+from wandistiller.wan.added_lora import AddedLora
 from wandistiller.wan.lora_experts import require_no_full_model
 
 WHERE = Place(RECIPE, "lora.start")
@@ -34,32 +28,33 @@ def start_files(job: Job) -> list[AddedLora]:
     lora, bases = Lora(**job.run.lora or {}), start_bases(job).values()
     if lora.start is None:
         return []
-    given = read_added("recipe", "lora.start", lora.start)
+    files = added_lora.read_added("recipe", "lora.start", lora.start)
     ranks = [lora.rank_of(layer) for layer in target_layers(lora, job.student_transformer)]
-    for one in given:
-        more = ["--targets", *lora.targets, "--rank", min(ranks, default=lora.rank)]
-        require_no_full_model(one.file, job.run.teacher_path, more)
-    files = with_experts(WHERE, given, job.folder.configs if job.networks.bases else bases)
-    return [one for one in files if any(map(one.is_for, bases))] or files
+    flags = ["--targets", *lora.targets, "--rank", min(ranks, default=lora.rank)]
+    for added in files:
+        require_no_full_model(added.file, job.run.teacher_path, flags)
+    files = added_lora.with_experts(WHERE, files, job.folder.configs if job.networks.bases else bases)
+    return [added for added in files if any(map(added.is_for, bases))] or files
 
 
 def start_changes(job: Job, network: Expert, *, weights: bool = True) -> dict[str, LowRank]:
     """Return what the adapters of a network begin as, by layer; without `weights` on the meta device."""
     base = start_bases(job)[network]
-    return added_changes(start_files(job), job.student_transformer, base, weights=weights)
+    return added_lora.added_changes(start_files(job), job.student_transformer, base, weights=weights)
 
 
 def start_problems(job: Job) -> list[str]:
     """List the problems of `lora.start`; the files are read."""
     lora, config = Lora(**job.run.lora or {}), job.student_transformer
+    configs = dict.fromkeys(start_bases(job).values(), config)
     try:
-        problems = added_problems(WHERE, start_files(job), dict.fromkeys(start_bases(job).values(), config))
+        problems = added_lora.added_problems(WHERE, start_files(job), configs)
     except ConfigError as error:
         return error.problems
     targets = target_layers(lora, config)
     for network in start_bases(job) if not problems else ():
         changes = start_changes(job, network, weights=False)
-        ranks = {layer: one.rank for layer, one in changes.items() if one.rank > lora.rank_of(layer)}
+        ranks = {name: change.rank for name, change in changes.items() if change.rank > lora.rank_of(name)}
         higher = {layer.split(".", 2)[-1]: rank for layer, rank in ranks.items()}
         if without := sorted({layer.split(".", 2)[-1] for layer in changes if layer not in targets}):
             text = "changes layers that have no adapter here. Add to `lora.targets`"
@@ -73,7 +68,8 @@ def start_problems(job: Job) -> list[str]:
 def start_lines(job: Job) -> list[str]:
     """Say which file begins the adapters of which network, and which of its keys do not."""
     files = [] if job.start or job.resume_from else start_files(job)
-    return added_lines(files, dict.fromkeys(start_bases(job).values(), job.student_transformer), "start")
+    configs = dict.fromkeys(start_bases(job).values(), job.student_transformer)
+    return added_lora.added_lines(files, configs, "start")
 
 
 def changed_adapters(job: Job) -> list[str]:

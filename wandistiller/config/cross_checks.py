@@ -108,11 +108,11 @@ def _level_problems(job: Job) -> list[Problem]:
     elif is_led and all(abs(sigma - boundary) > AT_BOUNDARY for sigma in sigmas):
         # the shift that puts level k of n at the boundary b: s = b k / ((n - k) (1 - b))
         fitting = [boundary * k / ((number - k) * (1 - boundary)) for k in range(1, number)]
-        listed = ", ".join(f"{one:.3g}" for one in fitting)
         text = (
             f"has {number} noise levels, and none at shift {shift} is the hand-over {boundary} of a student "
             "of two experts, to which its high-noise expert leads. "
         )
+        listed = ", ".join(f"{shift:.3g}" for shift in fitting)
         text += f"Write one of the shifts {listed}." if fitting else "Write more steps."
     else:
         return []
@@ -136,11 +136,8 @@ def _path_problems(job: Job) -> list[str]:
     on_path = ", ".join(term.name for term in job.objective.terms if term.states == PATH)
     if not on_path:
         return []
-    media = (MediaType.IMAGE, MediaType.VIDEO, MediaType.GIF)
-    if given := job.items.first(*media):
-        text = (
-            f"`objective` has {on_path}, which follows the teacher's own path, but {given.media} has none. "
-        )
+    if item := job.items.first(MediaType.IMAGE, MediaType.VIDEO, MediaType.GIF):
+        text = f"`objective` has {on_path}, which follows the teacher's own path, but {item.media} has none. "
         text += f"Take the media out of the data, or {on_path} out of the objective."
         problems.append(Problem(text, RECIPE, "objective"))
     schedule = FlowSchedule(run.shift, folder.boundary, run.seed)
@@ -151,11 +148,6 @@ def _path_problems(job: Job) -> list[str]:
             f"boundary {folder.boundary}, so {on_path} cannot train there. Write a larger number."
         )
     return problems
-
-
-def replicas(run: RunConfig, world: int) -> int:
-    """Return how many groups of ranks work on different samples, of `world` ranks."""
-    return max(1, world // run.context_parallel)
 
 
 def sequence_problems(job: Job, world: int) -> list[str]:
@@ -201,7 +193,7 @@ def _media_problems(job: Job) -> list[str]:
             f"not known: {', '.join(map(str, unknown[:3]))}. Convert them, or take them out."
         )
     if job.folder.config.takes_image:
-        problems += _frame_problems(job)
+        problems += _given_frame_problems(job)
     if run.num_frames > 1 and (still := items.first(MediaType.IMAGE)):
         text = f"`num_frames` is {run.num_frames}, but {still.media} is an image. Write 1, or give videos."
         problems.append(text)
@@ -212,7 +204,7 @@ def _media_problems(job: Job) -> list[str]:
     return problems
 
 
-def _frame_problems(job: Job) -> list[str]:
+def _given_frame_problems(job: Job) -> list[str]:
     """List what an image-to-video teacher needs and the data or the settings do not have."""
     run, items, config = job.run, job.items, job.folder.config
     problems = given_problems(job.folder, [*filter(None, map(items.first, MADE))])
@@ -234,9 +226,8 @@ def _written_problems(job: Job) -> list[str]:
     for key in FOLDERS:
         if folder := getattr(run, key):
             problems += folder_problems(key, folder) or inside_problems(key, folder, inputs)
-    own = {"student": True, "checkpoints": True, "cache": not run.cache_dir, "samples": not run.sample_dir}
-    own = [out / name for name, is_used in own.items() if is_used]
-    return problems or [p for folder in own for p in inside_problems("output_dir", folder, inputs)]
+    names = ["student", "checkpoints", *["cache"] * (not run.cache_dir), *["samples"] * (not run.sample_dir)]
+    return problems or [p for name in names for p in inside_problems("output_dir", out / name, inputs)]
 
 
 def _nvme_problems(job: Job, world: int) -> list[str]:

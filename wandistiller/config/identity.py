@@ -1,4 +1,4 @@
-"""Identity, facts and settings of a run for its checkpoints: all that a resumed run is compared with."""
+"""Identity, facts and settings of a run, by which a resumed run and the ranks of a run are compared."""
 
 import dataclasses
 import json
@@ -15,6 +15,7 @@ from wandistiller.config.start import Start, read_start, start_after
 from wandistiller.data.colours import WHITE
 from wandistiller.data.dataset import GIVEN, MediaType
 from wandistiller.data.media import LETTERBOX, RECORD, replaced_media
+from wandistiller.distributed import collectives
 from wandistiller.experts import Expert
 from wandistiller.student.config import IMPORTANCE
 from wandistiller.teacher.teacher_json import quantized_facts
@@ -68,9 +69,9 @@ def inputs(job: Job) -> dict[str, Any]:
     """Return what a resumed run must share too, and checkpoints of before the first release have not."""
     folder, engine = job.folder, job.student_engine
     known = {"teacher_dtype": job.teacher.engine.precision, "torch_autocast": engine.autocast}
-    if folder.revision:  # its parts may not be here yet, but its commit is the teacher's
-        return known
-    return known | {part: fingerprint(folders) for part, folders in folder.parts.items()}
+    # those of a hub id may not be here yet, but its commit is the teacher's
+    parts = {} if folder.revision else folder.parts
+    return known | {part: fingerprint(folders) for part, folders in parts.items()}
 
 
 def data_digest(job: Job) -> str:
@@ -79,23 +80,23 @@ def data_digest(job: Job) -> str:
     Later settings count where they are not the default and there are media that they change, so that the
     digests of earlier runs stay.
     """
-    run, items, more = job.run, job.items, []
+    run, items, later = job.run, job.items, []
     if job.reader.background != WHITE and items.first(*STILLS, MediaType.GIF):
-        more.append(job.reader.background)
+        later.append(job.reader.background)
     if run.fit == LETTERBOX and items.first(*STILLS, MediaType.GIF, MediaType.VIDEO):
-        more += [run.fit, job.reader.background]
+        later += [run.fit, job.reader.background]
     if run.clips_per_video > 1 and items.first(MediaType.GIF, MediaType.VIDEO):
-        more.append(f"{run.clips_per_video} clips")
+        later.append(f"{run.clips_per_video} clips")
     if job.folder.config.takes_image:
-        more.append("given frames")
-    return digest(items.digest, *map(str, (job.rollouts, job.size, job.buckets)), run.video_fps, *more)
+        later.append("given frames")
+    return digest(items.digest, *map(str, (job.rollouts, job.size, job.buckets)), run.video_fps, *later)
 
 
 def tuning(job: Job) -> dict[str, Any]:
     """Return settings of trained parts and averages that are not the default."""
     keys = ("ema", "ema_start", "learning_rates", "frozen")
-    given = {key: value for key in keys if (value := getattr(job.run, key))}
-    return given | ({"lora": adapters(job)} if job.run.lora is not None else {})
+    settings = {key: value for key in keys if (value := getattr(job.run, key))}
+    return settings | ({"lora": adapters(job)} if job.run.lora is not None else {})
 
 
 def adapters(job: Job) -> dict[str, Any]:
@@ -103,13 +104,12 @@ def adapters(job: Job) -> dict[str, Any]:
     lora, files = job.run.lora, start_files(job)
     starts: dict[str, Any] = {}
     for network, base in start_bases(job).items():
-        if own := [one for one in files if one.is_for(base)]:
-            plain = len(own) == 1 and own[0].strength == 1
-            starts[network.value] = own[0].digest if plain else digest([one.identity for one in own])
+        if added := [file for file in files if file.is_for(base)]:
+            is_plain = len(added) == 1 and added[0].strength == 1
+            starts[network.value] = added[0].digest if is_plain else digest([file.identity for file in added])
     if isinstance(lora.get("start"), str) and starts:  # as in earlier versions one file counts for both
         starts = dict.fromkeys((e.value for e in Expert), next(iter(starts.values()))) | starts
-    kept = {key: value for key, value in lora.items() if key != "start"}
-    return kept | ({"start": starts} if starts else {})
+    return {k: v for k, v in lora.items() if k != "start"} | ({"start": starts} if starts else {})
 
 
 def provenance(job: Job) -> Facts:
@@ -142,7 +142,7 @@ def provenance(job: Job) -> Facts:
         trained_expert=only.key if (only := job.objective.trained_expert) else None,
         stands_for=None if job.student.keep_layers == IMPORTANCE else job.stands_for,
         teacher_lora=job.folder.added_settings or None,
-        teacher_lora_digests=[one.digest for one in job.folder.added] or None,
+        teacher_lora_digests=[added.digest for added in job.folder.added] or None,
         teacher_identity=job.folder.weights_identity,
         image_to_video=job.folder.config.takes_image or None,
         **{key: getattr(r, key) for key in media},
@@ -154,12 +154,12 @@ def provenance(job: Job) -> Facts:
 def resolved(job: Job) -> dict[str, Any]:
     """Return the settings as they run, as one recipe that needs no other file."""
     student = {k: v for k, v in dataclasses.asdict(job.student).items() if v is not None}
-    given = dataclasses.asdict(job.run) | {
+    settings = dataclasses.asdict(job.run) | {
         "deepspeed_config": job.student_engine.raw,
         "teacher_deepspeed_config": job.teacher.engine.raw,
         "student_config": student,
     }
-    return {k: v for k, v in given.items() if v is not None and k not in ONLY_FLAGS}
+    return {k: v for k, v in settings.items() if v is not None and k not in ONLY_FLAGS}
 
 
 def write_resolved(job: Job) -> None:
@@ -172,11 +172,7 @@ def write_resolved(job: Job) -> None:
 
 
 def resumed(job: Job) -> Job:
-    """Return the job with measured layers as in its checkpoint, which must be of this run.
-
-    Raises:
-        ConfigError: with every difference.
-    """
+    """Return the job with its checkpoint's measured layers; raises ConfigError if that is of another run."""
     job = _measured(job, read_state(job.resume_from)["facts"].get("keep_layers"))
     allowed = job.run.allow_changed or []
     resume.changed_keys(job.resume_from, recorded(job), allowed)
@@ -189,9 +185,9 @@ def resumed(job: Job) -> Job:
 def _media_problems(job: Job) -> list[str]:
     """Name the media that were replaced under their names since the checkpoint's run began."""
     names = replaced_media(job.resume_from.absolute().parents[1] / RECORD, job.run.data_path)
-    named = ", ".join(names[:NAMED] + ["..."] * (len(names) > NAMED))
-    text = f"{job.resume_from}: {len(names)} of the run's media were replaced since it began: {named}. Put "
-    text += "them back, give another --output_dir, --resume never to start anew, or --allow_changed data."
+    text = f"{job.resume_from}: {len(names)} of the run's media were replaced since it began: "
+    text += f"{_some(names)}. Put them back, give another --output_dir, --resume never to start anew, or "
+    text += "--allow_changed data."
     return [text] if names else []
 
 
@@ -202,8 +198,8 @@ def _network_problems(job: Job) -> list[str]:
     for name, config in networks.items():
         file = job.resume_from / name / ENGINE
         saved = json.loads(file.read_text())["shapes"] if file.is_file() else {}
-        own = config.shapes  # adapters and heads are in one alone
-        if not saved or any(own.get(name, shape) != shape for name, shape in saved.items()):
+        # adapters and heads are in one alone
+        if not saved or any(config.shapes.get(name, shape) != shape for name, shape in saved.items()):
             problems.append(
                 f"{job.resume_from}: holds {'another' if saved else 'no'} network `{name}`, which "
                 f"{job.objective} trains. Give another --output_dir, whose student begins with this one: "
@@ -214,15 +210,53 @@ def _network_problems(job: Job) -> list[str]:
 
 def end_of(job: Job) -> Start:
     """Return the start of a run that follows `job`: what a finished one left, or what another will."""
-    if job.resume_from and read_state(job.resume_from)["step"] >= job.run.max_steps:
-        if found := read_start(str(job.output)):
-            return found
+    is_done = job.resume_from and read_state(job.resume_from)["step"] >= job.run.max_steps
+    if is_done and (start := read_start(str(job.output))):
+        return start
     if (file := job.output / "lineage.json").is_file():  # of checkpoints that are gone
         job = _measured(job, next(iter(read_json(file).values())).get("kept_layers"))
     return start_after(job.output, identity(job), provenance(job), job.run.max_steps)
 
 
-def _measured(job: Job, kept: Any) -> Job:
+def _measured(job: Job, layers: Any) -> Job:
     """Return the job with these layers in place of `importance`, if they are known."""
-    is_known = job.student.keep_layers == IMPORTANCE and isinstance(kept, list)
-    return job.with_layers(kept) if is_known else job
+    is_known = job.student.keep_layers == IMPORTANCE and isinstance(layers, list)
+    return job.with_layers(layers) if is_known else job
+
+
+def require_same(stages: list[Job], *, weights: bool = True) -> None:
+    """Compare what the ranks have read, of all stages, and the checkpoints that they go on from. Collective.
+
+    Args:
+        weights: compare the teachers' too, which are checked then.
+    Raises:
+        ConfigError: on all ranks; it names what differs, and the ranks that have other settings than rank 0.
+    """
+    if collectives.world_size() == 1:
+        return
+    settings = {
+        f"{job.stage}.{key}".lstrip("."): digest(value)
+        for job in stages
+        for key, value in _read(job).items()
+        if weights or key != "teacher"
+    }
+    first, *others = collectives.gather_objects(settings)
+    differ = [[f"`{k}`" for k in first | theirs if first.get(k) != theirs.get(k)] for theirs in others]
+    if ranks := [rank for rank, keys in enumerate(differ, start=1) if keys]:
+        keys = [*dict.fromkeys(key for of_rank in differ for key in of_rank)]
+        raise ConfigError(
+            f"The ranks read different settings or data: {_some(keys)}, on rank {_some(ranks)} other than on "
+            "rank 0. A file changed while the run started, or the nodes do not see the same files, or were "
+            "given other flags. Give all the same, and start again."
+        )
+
+
+def _read(job: Job) -> dict[str, Any]:
+    settings = dataclasses.asdict(job.run) | resolved(job) | identity(job)
+    settings |= {"resume": job.resume_from and job.resume_from.name, "is_spent": job.is_spent}
+    # what is in a folder is compared, not where it lies, which may differ between nodes
+    return {k: v for k, v in settings.items() if not k.endswith(("_dir", "_path")) and k != "log_level"}
+
+
+def _some(items: list[Any]) -> str:
+    return ", ".join(map(str, items[:NAMED])) + ", ..." * (len(items) > NAMED)

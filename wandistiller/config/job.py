@@ -170,6 +170,32 @@ class Job:
             return before
         return lineage(self.student, self.student_transformer, self.folder)
 
-    def with_layers(self, kept: list[int]) -> "Job":
+    def with_layers(self, layers: list[int]) -> "Job":
         """Replace the student's `importance` by the layers that were chosen by it."""
-        return dataclasses.replace(self, student=dataclasses.replace(self.student, keep_layers=kept))
+        return dataclasses.replace(self, student=dataclasses.replace(self.student, keep_layers=layers))
+
+
+def branches(job: Job) -> int:
+    """Return the branches of classifier-free guidance in one call of the teacher: text and null, or text."""
+    return 2 if {job.run.guidance_scale, job.run.guidance_scale_2} != {1} else 1
+
+
+def swept(job: Job) -> int:
+    """Return how many micro-steps' samples go through the teacher together, which may stream its blocks."""
+    samples = job.batch.micro * max(1, branches(job) // job.teacher.guidance_passes)
+    tokens = max(job.folder.tokens(s.height, s.width, s.num_frames) for s in (job.size, *job.buckets))
+    nbytes = samples * tokens * job.folder.config.width * job.teacher.engine.dtype.itemsize
+    return job.teacher.sweep(job.batch.accumulation, nbytes)
+
+
+def rolled_out(job: Job) -> int:
+    """Return how many micro-steps' samples the student draws together, on the teacher's weights.
+
+    They may be of several updates of a step, between which the student does not change. ZeRO-3 gathers
+    adapters in the order of one call after the other.
+    """
+    if not job.networks.share_base or job.student_engine.stage == 3:
+        return 1
+    tokens = job.folder.tokens(job.size.height, job.size.width, job.size.num_frames)
+    nbytes = job.batch.micro * tokens * job.folder.config.width * job.student_engine.dtype.itemsize
+    return job.teacher.sweep(len(job.objective.updates) * job.batch.accumulation, nbytes)

@@ -1,7 +1,8 @@
 """The networks of a run: a table with a row for each, of the teacher, the student and those beside it."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from wandistiller.batch import STUDENT
@@ -22,13 +23,8 @@ from wandistiller.objectives.script import TEACHER
 from wandistiller.student.config import IMPORTANCE, StudentConfig, kept_layers, source_experts
 from wandistiller.teacher.placements.base import Placement
 
-SHARED, COPY, CHECKPOINT, RUN, NEW = (
-    "the teacher's",
-    "a copy of the teacher's",
-    "the checkpoint's",
-    "the earlier run's",
-    "new",
-)
+SHARED, COPY = "the teacher's", "a copy of the teacher's"
+CHECKPOINT, RUN, NEW = "the checkpoint's", "the earlier run's", "new"
 """Weights that a network begins with, beside its adapters: another's in memory, or of its own."""
 
 
@@ -76,13 +72,13 @@ class NetworkTable:
     rows: tuple[NetworkPlan, ...]
     copies_because: str = ""
     """Why networks that are the teacher's but for adapters have copies of its weights, if they have."""
-    by_role: dict[str, dict[Expert, NetworkPlan]] = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def by_role(self) -> dict[str, dict[Expert, NetworkPlan]]:
         by_role: dict[str, dict[Expert, NetworkPlan]] = {}
         for row in self.rows:
             by_role.setdefault(row.role, {})[row.expert] = row
-        object.__setattr__(self, "by_role", by_role)
+        return by_role
 
     @property
     def teacher(self) -> dict[Expert, NetworkPlan]:
@@ -154,8 +150,8 @@ class TableMaker:
         ]
         configs, engine = self.folder.configs, self.teacher.engine
         teacher = [
-            NetworkPlan(role=TEACHER, expert=one, config=configs[one], engine=engine, learns=False)
-            for one in self._loaded(student.values())
+            NetworkPlan(role=TEACHER, expert=expert, config=configs[expert], engine=engine, learns=False)
+            for expert in self._loaded(student.values())
         ]
         return NetworkTable((*teacher, *student.values(), *others), why)
 
@@ -176,11 +172,7 @@ class TableMaker:
         return copied_experts(self.student, self.config, folder, self._experts)
 
     def _student(self, expert: Expert, bases: dict[Expert, Expert], why: str) -> NetworkPlan:
-        """Make the row of one of the student's networks.
-
-        Args:
-            why: it is the teacher's but for adapters, and needs a copy of its weights.
-        """
+        """Make the row of one of the student's networks; `why` says why its base is copied, if it is."""
         own_weights = CHECKPOINT if self.resumes else RUN if self.start else NEW
         learns = self.objective.trained_expert in (None, expert)
         trained = Trained(
@@ -225,20 +217,20 @@ class TableMaker:
         )
         if not of_teacher or student.base:
             return row
-        one, *_ = source_experts(StudentConfig(experts=self.student.experts), self.folder, student.expert)
+        copied, *_ = source_experts(StudentConfig(experts=self.student.experts), self.folder, student.expert)
         return replace(
             row,
             config=self.folder.config,
             weights=CHECKPOINT if self.resumes else COPY,
-            copied=one,
+            copied=copied,
             trained=Trained(seed=self.run.seed, has_heads=role.has_heads),
         )
 
     def _loaded(self, student: Iterable[NetworkPlan]) -> list[Expert]:
         """List the teacher's experts that the run needs: all but with an objective of one expert."""
-        if not (one := self.objective.trained_expert):
+        if not (trained := self.objective.trained_expert):
             return [*self.folder.configs]
-        needed = {one, *(row.base for row in student if row.weights == SHARED and row.is_called)}
+        needed = {trained, *(row.base for row in student if row.weights == SHARED and row.is_called)}
         return [expert for expert in self.folder.configs if expert in needed]
 
 

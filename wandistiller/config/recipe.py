@@ -17,15 +17,13 @@ OF_ALL = (*FOLDERS, "resume", "log_level", "timeout")
 """Settings that hold for the whole recipe."""
 COMMAND_LINE = "command line"
 FITTING_NAME = re.compile(r"[A-Za-z0-9][\w-]{0,63}")
-WHOLE_TEACHER = {"experts": "all"}
-"""The student of a run of adapters that names none."""
 
 
 class Setting(NamedTuple):
     """A value that the user gave."""
 
     value: Any
-    place: str
+    origin: str
     """The recipe's file, or COMMAND_LINE."""
 
 
@@ -36,10 +34,10 @@ class Recipe(NamedTuple):
     """The runs of a recipe by stage, in order; without stages one, of the stage ""."""
 
     runs: dict[str, RunConfig]
-    places: dict[str, dict[str, str]]
-    """Of each run, the place of every setting that the user gave."""
+    origins: dict[str, dict[str, str]]
+    """Of each run, the origin of every setting that the user gave."""
     where: str
-    """The recipe's file, or COMMAND_LINE: the place of all other settings."""
+    """The recipe's file, or COMMAND_LINE: the origin of all other settings."""
 
 
 def read_recipe(file: str | None, flags: dict[str, Any]) -> Recipe:
@@ -66,13 +64,13 @@ def recipe_of(values: dict[str, Any], flags: dict[str, Any], file: str | None = 
         settings = _laid_over(below, of_flags)
         engine = below.get(ENGINE, Setting(AUTO, where))
         if settings.get(ENGINE, engine).value == AUTO != engine.value:
-            settings[ENGINE] = Setting(AutoOf(engine.value), engine.place)
+            settings[ENGINE] = engine._replace(value=AutoOf(engine.value))
         if name:
             settings |= _folders(settings, f"{number}_{name}")
         if number > 1:
             settings[STUDENT] = Setting({"init": before}, where)
-        elif "lora" in settings and settings["lora"].value is not None:
-            settings.setdefault(STUDENT, Setting(WHOLE_TEACHER, where))
+        elif "lora" in settings and settings["lora"].value is not None:  # adapters, by default of the whole
+            settings.setdefault(STUDENT, Setting({"experts": "all"}, where))
         before = settings["output_dir"].value if "output_dir" in settings else ""
         of_stages[name] = settings
     for key in PATHS:
@@ -80,25 +78,25 @@ def recipe_of(values: dict[str, Any], flags: dict[str, Any], file: str | None = 
             problems.append(Problem(f"`{key}` is missing. Give --{key} or the recipe key.", where, key))
     if problems:
         raise ConfigError(*problems)
-    runs = {name: RunConfig(**{k: s.value for k, s in one.items()}) for name, one in of_stages.items()}
-    places = {name: {k: s.place for k, s in one.items()} for name, one in of_stages.items()}
-    return Recipe(runs, places, where)
+    runs = {name: RunConfig(**{k: s.value for k, s in of_stages[name].items()}) for name in of_stages}
+    origins = {name: {k: s.origin for k, s in settings.items()} for name, settings in of_stages.items()}
+    return Recipe(runs, origins, where)
 
 
-def _sound(place: str, values: dict[str, Any], problems: list[Problem], stage: str = "") -> Settings:
-    """Return the settings of one place that are right by themselves; add the problems of the others."""
-    wrong = impossible_values(place, values)
+def _sound(origin: str, values: dict[str, Any], problems: list[Problem], stage: str = "") -> Settings:
+    """Return the settings of one origin that are right by themselves; add the problems of the others."""
+    wrong = impossible_values(origin, values)
     possible = {key: value for key, value in values.items() if not impossible_values("", {key: value})}
-    for key in ONLY_FLAGS if place != COMMAND_LINE else ():
+    for key in ONLY_FLAGS if origin != COMMAND_LINE else ():
         if key in possible:
             remedy = f"It says how a run is started, not what it is. Give it as a flag, --{key}."
-            wrong.append(problem(place, key, possible.pop(key), remedy))
-    mistyped, good = check(place, possible, types_of(RunConfig))
-    for one, other in EITHER:
-        if values.get(one) is not None and values.get(other) is not None:
-            mistyped.append(Problem(f"`{one}` and `{other}` are both given. Keep one.", place, one))
-    problems += [one.in_stage(stage) if stage else one for one in [*wrong, *mistyped]]
-    return {key: Setting(value, place) for key, value in good.items()}
+            wrong.append(problem(origin, key, possible.pop(key), remedy))
+    mistyped, good = check(origin, possible, types_of(RunConfig))
+    for key, other in EITHER:
+        if values.get(key) is not None and values.get(other) is not None:
+            mistyped.append(Problem(f"`{key}` and `{other}` are both given. Keep one.", origin, key))
+    problems += [p.in_stage(stage) if stage else p for p in [*wrong, *mistyped]]
+    return {key: Setting(value, origin) for key, value in good.items()}
 
 
 def _laid_over(below: Settings, above: Settings) -> Settings:
@@ -119,12 +117,8 @@ def _folders(settings: Settings, name: str) -> Settings:
     return folders
 
 
-def _stage_problems(where: str, stages: Any, given: dict[str, Any]) -> list[Problem]:
-    """List what is wrong with the list of stages, apart from the settings in it.
-
-    Args:
-        given: the recipe's other values, and the flags.
-    """
+def _stage_problems(where: str, stages: Any, outside: dict[str, Any]) -> list[Problem]:
+    """List what is wrong with the list of stages; `outside` has the recipe's other values and the flags."""
     if not isinstance(stages, list) or not stages or not all(isinstance(stage, dict) for stage in stages):
         return [problem(where, STAGES, stages, 'Write a list of objects, each with a "name".')]
     problems, names = [], [stage.get(NAME) for stage in stages]
@@ -142,22 +136,21 @@ def _stage_problems(where: str, stages: Any, given: dict[str, Any]) -> list[Prob
         if number > 1 and STUDENT in stage:
             remedy = "A stage trains the student of the stage before; only the first one has this key."
             add(number, STUDENT, remedy)
-    if (resume := given.get("resume", "auto")) not in ("auto", "never"):
+    if (resume := outside.get("resume", "auto")) not in ("auto", "never"):
         remedy = "Stages have checkpoints of their own. Write auto or never."
         problems.append(problem(where, "resume", resume, remedy))
     return problems
 
 
-def in_stages(runs: dict[str, dict[str, Any]], places: dict[str, Any]) -> dict[str, Any]:
-    """Return one recipe of the recipes of its stages, by name; settings that all have stand outside."""
+def in_stages(runs: dict[str, dict[str, Any]], whole: dict[str, Any]) -> dict[str, Any]:
+    """Join the recipes of stages in one: outside stand settings that all have, and the FOLDERS of `whole`."""
     first, *_ = runs.values()
-    folders = {key: places[key] for key in FOLDERS if key in places}
-    alike = {key for key in first if all(values.get(key) == first[key] for values in runs.values())}
-    shared = {key: value for key, value in first.items() if key in alike} | folders
+    folders = {key: whole[key] for key in FOLDERS if key in whole}
+    shared = {k: v for k, v in first.items() if all(values.get(k) == v for values in runs.values())}
     stages = [
-        {NAME: name} | {k: v for k, v in values.items() if k not in {*alike, *OF_ALL}}
+        {NAME: name} | {k: v for k, v in values.items() if k not in {*shared, *OF_ALL}}
         for name, values in runs.items()
     ]
     for stage in stages[1:]:  # the student of the stage before
         stage.pop(STUDENT, None)
-    return shared | {STAGES: stages}
+    return shared | folders | {STAGES: stages}

@@ -57,12 +57,12 @@ class AutoOf(NamedTuple):
     json: str | dict[str, Any]
 
 
-def _setting(group: str, default: Any, help: str, **more: Any) -> Any:
-    """Define a field of RunConfig in a group of `--help`; `more` goes to argparse (metavar).
+def _setting(group: str, default: Any, help: str, **argparse: Any) -> Any:
+    """Define a field of RunConfig in a group of `--help`; `argparse` has a metavar and the like.
 
     Those of the group "this start" are flags alone: they say how a run is started, not what it is.
     """
-    return field(default=default, metadata={"group": group, "help": help, "argparse": more})
+    return field(default=default, metadata={"group": group, "help": help, "argparse": argparse})
 
 
 paths, engines, learning, size, output, this_start = (

@@ -9,9 +9,8 @@ from wandistiller.config.job import Job
 from wandistiller.experts import Expert
 from wandistiller.flow import EULER, FewSteps
 from wandistiller.network.folder import Folder
-from wandistiller.utils.embedded import TINY
 from wandistiller.utils.errors import RECIPE, ConfigError, Problem
-from wandistiller.utils.files import ends_of_files
+from wandistiller.utils.files import TINY, ends_of_files
 from wandistiller.wan.pipeline import open_wan
 
 
@@ -33,12 +32,12 @@ def order_problems(stages: list[Job]) -> dict[Problem, str]:
     problems: dict[Problem, str] = {}
     trained, last = _trained_before(stages[0]), [job for job in stages if job.schedule.few][-1:]
     for number, job in enumerate(stages):
-        texts, found = [*_other_sampler(job, trained, is_last=job in last)], []
+        texts, others = [*_other_sampler(job, trained, is_last=job in last)], []
         if not (job.resume_from or job.is_spent):
             texts += _other_order(job, trained, stages[:number], stages[number + 1 :])
-            found = filter(None, [_base_problem(job), _ignored_start_problem(job, stages[:number])])
-        problems |= {Problem(f"`objective` {text}", RECIPE, "objective"): job.stage for text in texts}
-        problems |= dict.fromkeys(found, job.stage)
+            others = filter(None, [_base_problem(job), _ignored_start_problem(job, stages[:number])])
+        of_objective = [Problem(f"`objective` {text}", RECIPE, "objective") for text in texts]
+        problems |= dict.fromkeys([*of_objective, *others], job.stage)
         if few := job.schedule.few:
             sampler = _sampler(job.objective.sampling_steps, few, job.run.shift)
             trained |= dict.fromkeys(job.networks.learning, Trained(few, sampler, f"stage {job.stage}"))
@@ -50,15 +49,15 @@ def _trained_before(first: Job) -> dict[Expert, Trained]:
     facts, is_new = first.start and first.start.facts, first.student.init in ("teacher", "random")
     if not facts:
         base = start_bases(first).get(Expert.HIGH_NOISE)
-        begins = not is_new or any(one.is_for(base) for one in start_files(first) if base)
+        begins = not is_new or any(file.is_for(base) for file in start_files(first) if base)
         return {Expert.HIGH_NOISE: Trained(None)} if begins else {}
     if not facts.few_steps:
         return {}
     few = FewSteps(tuple(facts.few_steps), facts.boundary, facts.sampler or EULER)
     whose = f"the run {first.start.folder}, which `init` names,"
     made = Trained(few, _sampler(facts.steps, few, facts.shift), whose)
-    own = Expert.of_key(facts.trained_expert)
-    return {Expert.HIGH_NOISE: Trained(None)} | ({own: made} if own else {})
+    expert = Expert.of_key(facts.trained_expert)
+    return {Expert.HIGH_NOISE: Trained(None)} | ({expert: made} if expert else {})
 
 
 def _sampler(steps: int, few: FewSteps, shift: float) -> str:
@@ -67,13 +66,13 @@ def _sampler(steps: int, few: FewSteps, shift: float) -> str:
 
 def _other_sampler(job: Job, trained: dict[Expert, Trained], *, is_last: bool) -> Iterator[str]:
     """Say that an expert is trained for another sampler than the other one has."""
-    own, few = job.objective.trained_expert, job.schedule.few
-    other = next(expert for expert in Expert if expert is not own)
+    expert, few = job.objective.trained_expert, job.schedule.few
+    other = next(each for each in Expert if each is not expert)
     before = trained.get(other, Trained(None))
-    if own and few and before.few not in (None, few) and (is_last or own is not Expert.HIGH_NOISE):
+    if expert and few and before.few not in (None, few) and (is_last or expert is not Expert.HIGH_NOISE):
         sampler = _sampler(job.objective.sampling_steps, few, job.run.shift)
         yield (
-            f"trains the {own.in_words} for {sampler}, but {before.whose} the {other.in_words} for "
+            f"trains the {expert.in_words} for {sampler}, but {before.whose} the {other.in_words} for "
             f"{before.sampler}. One sampler draws with both: write the same steps, sampler and shift."
         )
 
@@ -83,16 +82,15 @@ def _other_order(
 ) -> Iterator[str]:
     """Say that a stage comes before what its samples begin with, or makes a student of few steps another."""
     if job.objective.trained_expert is Expert.LOW_NOISE and Expert.HIGH_NOISE not in trained:
-        high = Expert.HIGH_NOISE
-        later = (one.stage for one in after if one.schedule.few and high in one.networks.learning)
+        few = (stage for stage in after if stage.schedule.few)
+        later = [stage.stage for stage in few if Expert.HIGH_NOISE in stage.networks.learning]
         remedy = 'Train that first, by "expert": "high_noise"'
-        if stage := next(later, ""):
-            remedy = f"Put stage {stage} before this one"
+        remedy = f"Put stage {later[0]} before this one" if later else remedy
         yield (
             "trains the low-noise expert, whose samples begin with the high-noise expert, and that is not "
             f"trained for few steps yet. {remedy}."
         )
-    few = next((one for one in before if one.schedule.few), None)
+    few = next((stage for stage in before if stage.schedule.few), None)
     if few and not job.schedule.few:
         yield (
             f"is for any number of sampling steps, and stage {few.stage} has trained the student for "
@@ -124,7 +122,7 @@ def _base_problem(job: Job) -> Problem | None:
 def _ignored_start_problem(job: Job, before: list[Job]) -> Problem | None:
     """Return the problem of a stage with a start for adapters that begin with those of the stage before."""
     named = (job.run.lora or {}).get("start")
-    if not named or not before or named in [(one.run.lora or {}).get("start") for one in before]:
+    if not named or not before or named in [(stage.run.lora or {}).get("start") for stage in before]:
         return None
     text = f"`lora.start` is {named}, but the adapters of this stage begin with those of stage "
     text += f'{before[-1].stage}. Write it in the first stage, of two experts {{"high_noise": FILE, '
@@ -146,12 +144,9 @@ def latents_problems(stages: list[Job]) -> list[str]:
             other.append(f"boundary_ratio ({before.boundary}, here {job.folder.boundary})")
         if other:
             text = f"`teacher_path` is {job.folder.name}, but the student that it starts from was made with "
-            text += (
-                f"{before.name}, which has another {', '.join(other)}. A student cannot change these: give "
-            )
-            problems.append(
-                Problem(f"{text}a teacher that has them too, such as {before.name}.", stage=job.stage)
-            )
+            text += f"{before.name}, which has another {', '.join(other)}. A student cannot change these: "
+            text += f"give a teacher that has them too, such as {before.name}."
+            problems.append(Problem(text, stage=job.stage))
     return problems
 
 

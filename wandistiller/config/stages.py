@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Collection
 from contextlib import suppress
 from operator import eq
 from pathlib import Path
@@ -39,10 +40,10 @@ def read_jobs(recipe: Recipe, world: int, *, here: bool = True, emulated: bool |
     first, *_ = runs.values()
     how = {"here": here, "keeps_path": any(map(_follows_path, runs.values()))}
     for stage, run in runs.items():
-        run = run if emulated is None else _in_open_precision(run, recipe.places[stage], emulated)
+        run = run if emulated is None else _in_open_precision(run, recipe.origins[stage], emulated)
         if problems:  # the student before is not known; that of the first stage has the same networks
             run = dataclasses.replace(run, student_config=first.student_config, resume="never")
-        how |= {"previous": jobs[-1] if jobs and not problems else None, "places": recipe.places[stage]}
+        how |= {"previous": jobs[-1] if jobs and not problems else None, "origins": recipe.origins[stage]}
         try:
             jobs.append(dataclasses.replace(read_job(run, world, **how), stage=stage))
         except ConfigError as error:
@@ -53,18 +54,18 @@ def read_jobs(recipe: Recipe, world: int, *, here: bool = True, emulated: bool |
         jobs = with_spent(jobs)
         problems = order_problems(jobs) | {p: job.stage for job in jobs if (p := _gone_problem(job))}
     if problems:
-        placed = {p.placed(recipe.places.get(s, {}), recipe.where): s for p, s in problems.items()}
+        placed = {p.placed(recipe.origins.get(s, {}), recipe.where): s for p, s in problems.items()}
         raise ConfigError(*(p.in_stage(stage) if stage else p for p, stage in placed.items()))
     return jobs
 
 
-def _in_open_precision(run: RunConfig, places: dict[str, str], emulated: bool) -> RunConfig:
+def _in_open_precision(run: RunConfig, chosen: Collection[str], emulated: bool) -> RunConfig:
     """Return the run with float32 for each engine whose precision the user left open, if bf16 is emulated.
 
-    A run that has begun keeps its precision, wherever it goes on.
+    A run that has begun keeps its precision, wherever it goes on. `chosen` are the user's settings.
     """
-    is_named = TEACHER in places and run.teacher_deepspeed_config not in [*strategies()]
-    rows = [("student", "mixed_precision", "no", ENGINE in places and run.deepspeed_config != AUTO)]
+    is_named = TEACHER in chosen and run.teacher_deepspeed_config not in [*strategies()]
+    rows = [("student", "mixed_precision", "no", ENGINE in chosen and run.deepspeed_config != AUTO)]
     for engine, setting, float32, is_chosen in [*rows, ("teacher", "teacher_dtype", "float32", is_named)]:
         if is_chosen or getattr(run, setting) is not None:
             continue
@@ -135,7 +136,7 @@ def write_resolved(stages: list[Job]) -> None:
         identity.write_resolved(job)
     if stages[0].stage:
         output, pictures = whole_output(stages), stages[0].run.sample_dir
-        places = {"output_dir": str(output)}
-        places |= {"sample_dir": str(Path(pictures).parent)} if pictures else {}
+        folders = {"output_dir": str(output)}
+        folders |= {"sample_dir": str(Path(pictures).parent)} if pictures else {}
         runs = {job.stage: identity.resolved(job) for job in stages}
-        write_json(output / "resolved" / "run.json", in_stages(runs, places))
+        write_json(output / "resolved" / "run.json", in_stages(runs, folders))

@@ -76,8 +76,8 @@ def read_start(init: Any) -> Start | None:
     folder = (stage_folders(Path(init)) or [Path(init)])[-1]
     if not any((folder / name).exists() for name in (STATE, "checkpoints")):
         return None
-    found = folder if (folder / STATE).is_file() else resume.find(folder, "auto")
-    if not found:
+    checkpoint = folder if (folder / STATE).is_file() else resume.find(folder, "auto")
+    if not checkpoint:
         return None
-    state = read_state(found)
+    state = read_state(checkpoint)
     return start_after(folder, state["identity"], Facts.of(state["facts"]), state["step"])

@@ -13,9 +13,6 @@ from wandistiller.engine.kernels import emulates_bf16
 from wandistiller.objectives.script import TEACHER
 from wandistiller.teacher.teacher_json import quantized_facts
 
-NOT_BESIDE = "{}, which is not beside the table, and the like"
-OF_ALL = "that of the recipe is for all prompts"
-
 
 def precision_lines(job: Job) -> list[str]:
     """Describe what the CPU here has to do with the precision, if it emulates bf16."""
@@ -40,11 +37,12 @@ def summary(job: Job) -> list[str]:
     precision = " ".join([job.teacher.engine.precision, *blocks])
     counts = {"duplicates": job.items.duplicates, "thumbnails of videos": job.items.thumbnails}
     left_out = "".join(f", {n} {what} left out" for what, n in counts.items() if n)
-    unused = [
-        f"          column `{column}` is not used: "
-        + (OF_ALL if column == NEGATIVE_PROMPT else NOT_BESIDE.format(name))
+    unused = {
+        column: f"{name}, which is not beside the table, and the like"
         for column, name in job.items.unused.items()
-    ]
+    }
+    if NEGATIVE_PROMPT in unused:
+        unused[NEGATIVE_PROMPT] = "that of the recipe is for all prompts"
     tuned = tuning(job) | ({"lora": job.run.lora} if job.run.lora else {})  # with its files by their names
     sharing = f"groups of {n} ranks" if (n := r.context_parallel) > 1 else "ranks"
     return [
@@ -58,7 +56,7 @@ def summary(job: Job) -> list[str]:
         f"{job.student_engine.precision}",
         f"data      {media} of {len(job.items)} rows have media, "
         f"{r.height}x{r.width}, {r.num_frames} frame(s){left_out}",
-        *unused,
+        *(f"          column `{column}` is not used: {why}" for column, why in unused.items()),
         *(f"{key:<9} {in_words(value)}" for key, value in tuned.items()),
         *start_lines(job),
         *_networks(job),
@@ -104,16 +102,14 @@ def _networks(job: Job) -> list[str]:
     if job.run.lora and not networks.bases:
         why = "the student is another network than the teacher"
     lines += [f"copies of the weights for each role, as {why}"] if why else []
-    return [
-        f"{label:<9} {line}" for label, line in zip(["networks", *[""] * len(lines)], lines, strict=False)
-    ]
+    return [f"{'networks' * (number == 0):<9} {line}" for number, line in enumerate(lines)]
 
 
 def _high_noise(job: Job) -> str:
     """Say how many of the steps are for the teacher's expert of high noise, if it has two."""
     if job.schedule.boundary is None:
         return ""
-    if only := job.schedule.trained:
-        return f", all with the teacher's {only.in_words}"
+    if trained := job.schedule.trained:
+        return f", all with the teacher's {trained.in_words}"
     percent = f"{100 * job.schedule.high_noise_share():.3g} %"
     return f", {percent} of them with the teacher's high-noise expert, the others with the low-noise one"

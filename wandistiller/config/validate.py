@@ -4,7 +4,7 @@ import dataclasses
 
 from wandistiller.batch import PATH
 from wandistiller.checkpoint import resume
-from wandistiller.config.cross_checks import combined_problems, own_problems, replicas
+from wandistiller.config.cross_checks import combined_problems, own_problems
 from wandistiller.config.identity import end_of, resumed
 from wandistiller.config.job import Job
 from wandistiller.config.recipe import ENGINE, STUDENT, TEACHER
@@ -31,9 +31,6 @@ from wandistiller.wan.added_lora import read_added, with_experts
 from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.transformer_config import TransformerConfig
 
-ANY_SIZE = TransformerConfig.usual()
-"""For a student that is not known yet."""
-
 
 @readable()
 def read_job(
@@ -43,7 +40,7 @@ def read_job(
     here: bool = True,
     previous: Job | None = None,
     keeps_path: bool = False,
-    places: dict[str, str] | None = None,
+    origins: dict[str, str] | None = None,
 ) -> Job:
     """Check a run against its teacher, data, student and engines before any weight is read.
 
@@ -53,28 +50,29 @@ def read_job(
         here: check it against this machine too.
         previous: the run that `student_config` names, which need not have begun.
         keeps_path: another stage follows the teacher's sampling path, from the same cache.
-        places: of the settings that the user gave.
+        origins: place of each setting that the user gave.
 
     Raises:
         ConfigError: with every problem of each part, or with every one between them.
     """
     problems: list[Problem] = []
-    places, ranks, folder = places or {}, replicas(run, world), None
+    origins, folder = origins or {}, None
+    ranks = max(1, world // run.context_parallel)  # with different samples
     with collecting(problems):
         folder = _read_folder(run)
     with collecting(problems):
         folder, items = _read_data(run, folder)
     with collecting(problems):
         if folder:
-            architecture = _opened(run, STUDENT, places)
+            architecture = _opened(run, STUDENT, origins)
             student, transformer, start = _read_student(architecture, folder, previous)
     with collecting(problems):
         objective = read_objective(run.objective)
     with collecting(problems):  # with what depends on the student and the data left open
-        json = _overridden(_opened(run, ENGINE, places), run)
-        batch = _engine(json, ranks, ANY_SIZE, steps=1, here=here).batch
+        json = _overridden(_opened(run, ENGINE, origins), run)
+        batch = _engine(json, ranks, TransformerConfig.usual(), steps=1, here=here).batch
     with collecting(problems):
-        teacher = _teacher(_opened(run, TEACHER, places), run, world, here=here)
+        teacher = _teacher(_opened(run, TEACHER, origins), run, world, here=here)
     if problems := problems + own_problems(run, here=here):
         raise ConfigError(*problems)
     whole = _complete(run, folder, items, samples=batch.total * len(objective.updates))
@@ -98,7 +96,7 @@ def read_job(
     return resumed(job) if job.resume_from else job
 
 
-def _opened(run: RunConfig, setting: str, places: dict[str, str]) -> DeepSpeedJson:
+def _opened(run: RunConfig, setting: str, origins: dict[str, str]) -> DeepSpeedJson:
     """Open the JSON of a setting; raises ConfigError."""
     source = getattr(run, setting)
     source = source.json if isinstance(source, AutoOf) else source
@@ -107,7 +105,7 @@ def _opened(run: RunConfig, setting: str, places: dict[str, str]) -> DeepSpeedJs
     elif setting == ENGINE and source == AUTO:
         source = DEFAULT_ENGINE
     shipped = {STUDENT: _shipped("students"), ENGINE: [AUTO, *_shipped("student")], TEACHER: strategies()}
-    return load(source, shipped[setting], places.get(setting, RECIPE))
+    return load(source, shipped[setting], origins.get(setting, RECIPE))
 
 
 def _shipped(folder: str) -> list[str]:
@@ -190,11 +188,7 @@ def _teacher(json: DeepSpeedJson, run: RunConfig, world: int, *, here: bool) -> 
 
 
 def _complete(run: RunConfig, folder: Folder, items: PromptDataset, samples: int) -> RunConfig:
-    """Replace None by the teacher's own values; clear settings that are in the JSONs now.
-
-    Args:
-        samples: of a step.
-    """
+    """Replace None by the teacher's own values; clear settings that the JSONs hold; a step has `samples`."""
     usual, epoch = folder.usual, items.samples(run.rollouts_per_prompt, run.clips_per_video)
     # one scale is for both experts, as in diffusers
     scale, scale_2 = usual.guidance if run.guidance_scale is None else [run.guidance_scale] * 2

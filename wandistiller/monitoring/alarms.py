@@ -109,8 +109,8 @@ class Alarms:
             if norm is not None:
                 curve.norms.append(norm)
         self._checks.go_on_from(lines)
-        kept = read_lines(self._file, start)
-        self._raised = {(entry["kind"], entry.get("expert", "")): entry["step"] for entry in kept}
+        raised = read_lines(self._file, start)
+        self._raised = {(line["kind"], line.get("expert", "")): line["step"] for line in raised}
         keep_lines(self._file, start)
 
     def step(

@@ -85,21 +85,20 @@ def finite(points: Sequence[tuple[float, float | None]]) -> list[tuple[float, fl
 
 def thinned(points: Sequence[tuple[float, float | None]]) -> list[tuple[float, float]]:
     """Reduce the finite points to at most MOST_POINTS: means of parts that follow each other."""
-    kept = finite(points)
-    size = -(-len(kept) // MOST_POINTS) or 1
-    parts = [kept[i : i + size] for i in range(0, len(kept), size)]
+    points = finite(points)
+    size = -(-len(points) // MOST_POINTS) or 1
+    parts = [points[i : i + size] for i in range(0, len(points), size)]
     return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts]
 
 
 def smooth(points: Sequence[tuple[float, float | None]], window: int) -> list[tuple[float, float]]:
     """Replace each finite value by the mean of the last `window` of them."""
-    kept = finite(points)
-    if not kept:
+    if not (points := finite(points)):
         return []
-    x_N, y_N = np.array(kept).T
+    x_N, y_N = np.array(points).T
     # each sum anew: a running one would keep the rounding of one large value
-    sum_N = np.convolve(y_N, np.ones(window))[: len(kept)]
-    mean_N = sum_N / np.minimum(np.arange(len(kept)) + 1, window)
+    sum_N = np.convolve(y_N, np.ones(window))[: len(points)]
+    mean_N = sum_N / np.minimum(np.arange(len(points)) + 1, window)
     return list(zip(x_N.tolist(), mean_N.tolist(), strict=True))
 
 

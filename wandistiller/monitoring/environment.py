@@ -60,9 +60,8 @@ def collect() -> Environment:
     """Collect launcher, versions on rank 0, and nodes for OUTPUT/resolved/machine.json. Collective."""
     gpu, node = device.name(), collectives.node_peers()[0]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    own = {"host": platform.node(), "cpu": cpu_model(), "cores": os.cpu_count()}
-    own["memory_gib"] = round(memory / GIB, 1)
-    ranks = collectives.gather_objects((node, gpu, own))
+    machine = {"host": platform.node(), "cpu": cpu_model(), "cores": os.cpu_count()}
+    ranks = collectives.gather_objects((node, gpu, machine | {"memory_gib": round(memory / GIB, 1)}))
     nodes = []
     for first in sorted({node for node, _, _ in ranks}):
         gpus = [gpu for node, gpu, _ in ranks if node == first]

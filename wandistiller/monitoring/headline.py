@@ -96,8 +96,8 @@ def headline(output: Path, run: Path, lines: Sequence[MetricsLine]) -> list[Figu
     later = Figure("?", "No evaluation yet", f"when the run is done: {command}")
     small = []
     if both := _sides(known, "parameters"):
-        unit, one = ("B", 1e9) if both[1] >= 1e9 else ("M", 1e6)
-        detail = f"{both[0] / one:.3g} {unit}, teacher {both[1] / one:.3g} {unit}"
+        unit, scale = ("B", 1e9) if both[1] >= 1e9 else ("M", 1e6)
+        detail = f"{both[0] / scale:.3g} {unit}, teacher {both[1] / scale:.3g} {unit}"
         small = [Figure(_percent(both[0] / both[1]), "of the teacher's parameters", detail)]
     return [right or _loss(lines), *small, _seconds(evaluated) or later]
 
@@ -114,8 +114,8 @@ def read_if_exists(file: Path) -> dict[str, Any]:
 
 def _value(side: Mapping[str, object], key: str) -> float | None:
     """Return a figure, whether it is a number or an estimate."""
-    found = side.get(key)
-    return found.get("value") if isinstance(found, dict) else found
+    figure = side.get(key)
+    return figure.get("value") if isinstance(figure, dict) else figure
 
 
 def _sides(known: Evaluated, key: str) -> tuple[float, float] | None:
@@ -131,9 +131,8 @@ def _percent(share: float) -> str:
 def _score(evaluated: Evaluated) -> Figure | None:
     for key, name in SCORES.items():
         if both := _sides(evaluated, key):
-            its, theirs = (
-                evaluated[side][key].get("count", f"{both[i]:.3g}") for i, side in enumerate(SIDES)
-            )
+            sides = zip((evaluated[side][key] for side in SIDES), both, strict=True)
+            its, theirs = (figure.get("count", f"{value:.3g}") for figure, value in sides)
             detail = f"{name}: {its}, teacher {theirs}, of {evaluated['prompts']} prompts"
             return Figure(_percent(both[0] / both[1]), "of the teacher's score", detail)
     return None

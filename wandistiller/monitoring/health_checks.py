@@ -38,23 +38,23 @@ class SampleStats(NamedTuple):
     """Root mean square difference of two samples of one prompt; 0 if there is one sample."""
 
 
-def after_given(x0_BCFHW: Tensor, given: int) -> Tensor:
+def after_given(x0_BCFHW: Tensor, frames: int) -> Tensor:
     """Return the latent frames after those that a model is given, if there are two for a motion; else all."""
-    return x0_BCFHW[:, :, given:] if x0_BCFHW.shape[2] - given > 1 else x0_BCFHW
+    return x0_BCFHW[:, :, frames:] if x0_BCFHW.shape[2] - frames > 1 else x0_BCFHW
 
 
-def sample_stats(x0_BCFHW: Tensor, other_BCFHW: Tensor | None = None, given: int = 0) -> Tensor:
+def sample_stats(x0_BCFHW: Tensor, other_BCFHW: Tensor | None = None, given_frames: int = 0) -> Tensor:
     """Return the numbers of SampleStats for each sample, float32, [B, 3].
 
     Args:
         other_BCFHW: samples of the same prompts from other noise.
-        given: latent frames at the start that the model is given, which count for no motion.
+        given_frames: latent frames at the start that the model is given, which count for no motion.
     """
     x0_BCFHW = x0_BCFHW.float()
     deviation_B = x0_BCFHW.flatten(1).std(1)
     motion_B = distance_B = torch.zeros_like(deviation_B)
     if x0_BCFHW.shape[2] > 1:
-        motion_B = after_given(x0_BCFHW, given).diff(dim=2).abs().flatten(1).mean(1)
+        motion_B = after_given(x0_BCFHW, given_frames).diff(dim=2).abs().flatten(1).mean(1)
     if other_BCFHW is not None:
         distance_B = (x0_BCFHW - other_BCFHW.float()).square().flatten(1).mean(1).sqrt()
     return torch.stack([deviation_B, motion_B, distance_B], 1)
@@ -153,15 +153,12 @@ class HealthChecks:
             if len(first) < FIRST:
                 return
         large = sorted(among for among, _ in first)[-FIRST // 8]
-        for among, kept in first if new else [(within, value)]:
+        for among, number in first if new else [(within, value)]:
             if among >= large:
-                self._keep(limit.number, kept)
+                self._keep(limit.number, number)
 
     def _surely(self, name: str, step: int) -> float:
-        """Return how far the mean of a number's last steps is from 0, less two of its standard errors.
-
-        0 as long as a run warms up.
-        """
+        """Return how far a number's last mean is from 0, less two standard errors; 0 while a run warms up."""
         last = self._last.get(name, ())
         if step <= WARMED_UP + WINDOW or len(last) < WINDOW:
             return 0.0

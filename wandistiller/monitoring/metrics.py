@@ -106,12 +106,11 @@ class Metrics:
             seconds: that the step took.
         """
         left = (time.monotonic() - self._began) / (step - self._start) * (self._max_steps - step)
-        rate = self._global_batch / seconds
         entry = {
             "step": step,
             **values,
             "seconds": seconds,
-            "samples_per_second": rate,
+            "samples_per_second": self._global_batch / seconds,
             "memory_gib": {phase: in_gib(ranks) for phase, ranks in memory.items()},
         }
         if rank() == 0:

@@ -132,8 +132,9 @@ def run_charts(output: Path, lines: list[MetricsLine]) -> dict[str, Chart]:
             charts[key] = Chart(title, "each step", [Line("each step", values), *mean], logarithmic)
     samples = read_lines(output / SAMPLES)
     for key, (title, unit) in OF_SAMPLES.items():
-        of = {side: [(one["step"], one[key].get(side)) for one in samples if key in one] for side in SIDES}
-        charts[key] = Chart(title, unit, [Line(side, points) for side, points in of.items()])
+        rows = [(line["step"], line[key]) for line in samples if key in line]
+        curves = [Line(side, [(step, values.get(side)) for step, values in rows]) for side in SIDES]
+        charts[key] = Chart(title, unit, curves)
     unit = "squared, over the teacher's squared"
     charts["error_by_sigma"] = Chart("velocity error by sigma", unit, _errors(output, lines), True)
     rounds = read_if_exists(output / "importance.json").get("relative_error_without", [])
@@ -213,9 +214,7 @@ def _evaluation(output: Path, lines: list[MetricsLine]) -> dict[str, Any] | None
     if not file.is_file():
         return None
     older = outdated(read_if_exists(output / "evaluation.json"), lines)
-    parts: list[dict[str, Any]] = (
-        [{"warning": f"Of the student {older}: evaluate it again."}] if older else []
-    )
+    parts: list[dict[str, Any]] = [{"warning": f"Of the student {older}: evaluate it again."}] * bool(older)
     for block in map(str.strip, file.read_text(encoding="utf-8").split("\n\n")):
         if block.startswith("|"):
             head, _, *rows = [line.strip().strip("|").split("|") for line in block.splitlines()]

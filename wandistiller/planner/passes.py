@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from wandistiller.batch import STUDENT, Conditioning, Prediction
-from wandistiller.config.job import Job
-from wandistiller.config.sweeps import branches, rolled_out, swept
+from wandistiller.config.job import Job, branches, rolled_out, swept
 from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.engine.batch_size import BatchSize
 from wandistiller.flow import FlowSchedule

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from wandistiller.config.job import Job
+from wandistiller.config.job import Job, swept
 from wandistiller.config.networks import NetworkPlan
-from wandistiller.config.sweeps import swept
 from wandistiller.engine.activation_checkpointing import SECTION
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.zero_memory import Bytes

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from wandistiller.config.job import Job
-from wandistiller.config.sweeps import branches, swept
+from wandistiller.config.job import Job, branches, swept
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.experts import Expert
 from wandistiller.network.activation_memory import call_bytes

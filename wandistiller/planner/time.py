@@ -14,8 +14,7 @@ from typing import Annotated, Any
 from annotated_types import Gt, Lt
 
 from wandistiller.batch import STUDENT
-from wandistiller.config.job import Job
-from wandistiller.config.sweeps import branches, swept
+from wandistiller.config.job import Job, branches, swept
 from wandistiller.network.activation_memory import Latent
 from wandistiller.network.config import NetworkConfig
 from wandistiller.network.flops import Flops, count_flops

@@ -28,8 +28,7 @@ from wandistiller.teacher.base import local_modules
 from wandistiller.training.build_student import initial_learners
 from wandistiller.training.prepare import guided_teacher, prepare, ranks_of
 from wandistiller.training.trainer import Trainer
-from wandistiller.utils.embedded import TINY
-from wandistiller.utils.files import link_or_copy, write_json
+from wandistiller.utils.files import TINY, link_or_copy, write_json
 from wandistiller.utils.logging import set_activity
 
 LORA = "lora.safetensors"

@@ -168,7 +168,7 @@ class PictureDrawer:
         for part in parts:
             x0_BCFHW = make(part, 0, progress)
             again = make(part, 1, progress) if twice else None
-            stats.append(sample_stats(x0_BCFHW, again, given=int(self.job.folder.config.takes_image)))
+            stats.append(sample_stats(x0_BCFHW, again, int(self.job.folder.config.takes_image)))
             for x0_CFHW in x0_BCFHW:
                 collectives.raise_if_stop_requested()
                 looks.append(self._look(vae.decode(x0_CFHW[None])[0]))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from wandistiller.batch import Conditioning, State
-from wandistiller.config.agreement import require_same
+from wandistiller.config.identity import require_same
 from wandistiller.config.job import Job
 from wandistiller.data.buckets import media_dimensions, nearest_buckets
 from wandistiller.data.cached_dataset import AllSamples, CachedData, SampleSelection

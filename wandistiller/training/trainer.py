@@ -12,8 +12,7 @@ from wandistiller.checkpoint.loading import load, read_state
 from wandistiller.checkpoint.manifest import steps
 from wandistiller.checkpoint.resume import NOT_RECORDED, changed_keys, set_newer_aside
 from wandistiller.config.identity import recorded
-from wandistiller.config.job import Job
-from wandistiller.config.sweeps import rolled_out, swept
+from wandistiller.config.job import Job, rolled_out, swept
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.conditions import Conditions
 from wandistiller.data.micro_batches import MicroBatches

@@ -20,14 +20,8 @@ REFUSALS = {
     errno.ENAMETOOLONG: "is too long a name. Give a shorter path.",
 }
 """Error number of the system -> what is wrong and what to do."""
-KERNEL = ("/proc", "/sys", "/dev")
-"""Folders whose files are not on a disk."""
-SHARED_MEMORY = "/dev/shm"
-"""The one of them that a user may write folders to."""
 MOST_NESTED = 32
 DEEP = f"more than {MOST_NESTED} levels of {{...}} and [...]. Write fewer; no setting needs them."
-
-
 RECIPE = "recipe"
 """Place of a run's settings, until a command names the file that they are in."""
 
@@ -63,16 +57,11 @@ class Problem(str):
     def where(self) -> str:
         return self.parts[1]
 
-    def placed(self, places: dict[str, str], otherwise: str) -> "Problem":
-        """Return the problem of a run's setting with its place instead of RECIPE.
-
-        Args:
-            places: of settings by their names.
-            otherwise: the place of all others.
-        """
+    def placed(self, origins: dict[str, str], otherwise: str) -> "Problem":
+        """Return the problem of a run's setting with its origin, or `otherwise`, in place of RECIPE."""
         text, where, key, stage = self.parts
         setting = re.split(r"\W", key)[0]
-        return Problem(text, places.get(setting, otherwise), key, stage) if where == RECIPE else self
+        return Problem(text, origins.get(setting, otherwise), key, stage) if where == RECIPE else self
 
     def in_stage(self, stage: str) -> "Problem":
         return Problem(*self.parts[:3], stage)
@@ -116,13 +105,12 @@ def problem(where: str | Path, key: str, value: object, remedy: str) -> Problem:
     return Problem(f"`{key}` is {text}. {remedy}", where, key)
 
 
-def unknown_keys(where: str | Path, given: dict, known: Iterable[str], prefix: str = "") -> list[str]:
-    """List the keys of `given` that are not among `known`, each as a problem with the nearest known key."""
-    known = sorted(known)
-    problems = []
-    for key in sorted(set(given) - set(known)):
+def unknown_keys(where: str | Path, values: dict, known: Iterable[str], prefix: str = "") -> list[str]:
+    """List the keys of `values` that are not among `known`, each as a problem with the nearest known key."""
+    known, problems = sorted(known), []
+    for key in sorted(set(values) - set(known)):
         hint = nearest(key, known) or f" Known keys: {', '.join(known)}."
-        problems.append(problem(where, prefix + key, given[key], f"Unknown key.{hint}"))
+        problems.append(problem(where, prefix + key, values[key], f"Unknown key.{hint}"))
     return problems
 
 
@@ -139,11 +127,7 @@ def closest(word: object, known: Iterable[str]) -> str | None:
 
 @contextmanager
 def readable(path: str | Path | None = None) -> Iterator[None]:
-    """Raise errors of the system as wrong input.
-
-    Args:
-        path: the file's name as the user gave it; None: the system's.
-    """
+    """Raise errors of the system as wrong input, about `path` as the user wrote it, or the system's name."""
     try:
         yield
     except OSError as error:
@@ -166,9 +150,7 @@ ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+-]+):/")
 
 
 def folder_problems(key: str, folder: str | Path) -> list[str]:
-    if ADDRESS.match(str(folder)):
-        remedy = "Name a folder of this machine, such as runs/mine, and copy it there afterwards."
-        return [f"`{key}` is {folder}, which is an address. {remedy}"]
+    """List what keeps files from being written to a folder, which need not be there yet."""
     try:
         path = Path(folder).absolute()
         above = next(p for p in (path, *path.parents) if os.path.lexists(p))
@@ -176,27 +158,29 @@ def folder_problems(key: str, folder: str | Path) -> list[str]:
     except OSError as error:
         return [f"`{key}` is {folder}: {REFUSALS.get(error.errno, error.strerror)}"]
     real = os.path.realpath(path)
-    if real == "/" or (_lies_in(real, *KERNEL) and not _lies_in(real, SHARED_MEMORY)):
-        return [
-            f"`{key}` is {folder}, which is the system's own folder. Name a new folder, such as runs/mine."
-        ]
-    if not above.is_dir():
-        return [f"`{key}` is {folder}, but {above} is a file. Name a folder."]
-    if not os.access(above, os.W_OK):
-        remedy = "Change its permissions, or name another folder."
-        return [f"`{key}` is {folder}, but {above} may not be written to. {remedy}"]
-    return []
+    if ADDRESS.match(str(folder)):
+        why = "which is an address. Name a folder of this machine, such as runs/mine, and copy it "
+        why += "there afterwards."
+    elif real == "/" or (_lies_in(real, "/proc", "/sys", "/dev") and not _lies_in(real, "/dev/shm")):
+        why = "which is the system's own folder. Name a new folder, such as runs/mine."
+    elif not above.is_dir():
+        why = f"but {above} is a file. Name a folder."
+    elif not os.access(above, os.W_OK):
+        why = f"but {above} may not be written to. Change its permissions, or name another folder."
+    else:
+        return []
+    return [f"`{key}` is {folder}, {why}"]
 
 
 def inside_problems(key: str, folder: str | Path, inputs: dict[str, str | Path]) -> list[str]:
     """List the inputs, by setting, that `folder` is, or lies in; symbolic links are followed."""
     written, problems = os.path.realpath(folder), []
     why = "what is written there would be mixed with what is read. Name a folder outside it."
-    for name, given in inputs.items():
-        read = os.path.realpath(given)
+    for name, source in inputs.items():
+        read = os.path.realpath(source)
         if os.path.isdir(read) and _lies_in(written, read):
             relation = "is" if written == read else "lies in"
-            problems.append(f"`{key}` is {folder}, which {relation} `{name}` {given}: {why}")
+            problems.append(f"`{key}` is {folder}, which {relation} `{name}` {source}: {why}")
     return problems
 
 
@@ -210,9 +194,8 @@ def impossible_values(path: str | Path, value: Any, key: str = "", depth: int = 
     if isinstance(value, float) and not math.isfinite(value):
         return [problem(path, key, value, "Write a finite number.")]
     if isinstance(value, str) and not is_text(value):
-        return [
-            problem(path, key, value, "It holds a character that no file name or prompt can have. Remove it.")
-        ]
+        remedy = "It holds a character that no file name or prompt can have. Remove it."
+        return [problem(path, key, value, remedy)]
     if depth > MOST_NESTED:
         return [f"{path}: {DEEP}"]
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()

@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
 
 from torch.utils.cpp_extension import _get_build_directory
 
@@ -25,7 +24,14 @@ def sole_builder(name: str) -> Iterator[None]:
     """
     folder = Path(_get_build_directory(name, False))
     with (folder.parent / f".{name}.lock").open("a") as file, interruptible():
-        if _wait_for(file, name):
+        is_waiting = False
+        while (is_locked := take_lock(file)) is False:
+            if not is_waiting:
+                log.info("build     waiting for the process that builds or loads %s", name)
+            is_waiting = True
+            heartbeat()
+            time.sleep(WAIT)
+        if is_locked:  # None on a file system without locks
             (folder / "lock").unlink(missing_ok=True)
         began, is_built = time.monotonic(), (folder / f"{name}.so").is_file()
         if not is_built:
@@ -33,15 +39,3 @@ def sole_builder(name: str) -> Iterator[None]:
         yield
         if not is_built:
             log.warning("build     %s took %.0f s", name, time.monotonic() - began)
-
-
-def _wait_for(file: IO[Any], name: str) -> bool:
-    """Return True once the file is locked, False on a file system without locks."""
-    waits = False
-    while (locked := take_lock(file)) is False:
-        if not waits:
-            log.info("build     waiting for the process that builds or loads %s", name)
-        waits = True
-        heartbeat()
-        time.sleep(WAIT)
-    return bool(locked)

@@ -113,11 +113,7 @@ def _this_machine() -> str:
 
 
 def lock(folder: Path) -> IO[str]:
-    """Lock `folder` until the returned file is closed or the process ends.
-
-    Raises:
-        ConfigError: another process holds the lock.
-    """
+    """Lock a folder until the file is closed or the process ends; raises ConfigError if another has it."""
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / ".lock").open("a+")
     if take_lock(file) is False:
@@ -133,8 +129,6 @@ def lock(folder: Path) -> IO[str]:
     return file
 
 
-HELD = {errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES}
-"""Errors that mean that another process has the lock. Source: flock(2), fcntl(2)."""
 _refusals: set[int | None] = set()
 """Errors of file systems without locks of which a line was logged."""
 
@@ -147,7 +141,7 @@ def take_lock(file: IO[Any]) -> bool | None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in HELD:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):  # another process has it: flock(2), fcntl(2)
             return False
         if error.errno not in _refusals:
             _refusals.add(error.errno)
@@ -246,13 +240,15 @@ def flush(path: Path) -> None:
 
 def flush_all(path: Path) -> None:
     """Flush a file, or a folder with all that is in it, to the disk."""
-    for one in [path, *path.rglob("*")]:
-        if one.is_file() or one.is_dir():  # no link that leads nowhere
-            flush(one)
+    for file in filter(Path.exists, [path, *path.rglob("*")]):  # no link that leads nowhere
+        flush(file)
 
 
 PACKAGE = Path(__file__).parent.parent
 SHIPPED = next(p for p in (PACKAGE / "ds_configs", PACKAGE.parent / "ds_configs") if p.is_dir())
+_PIPELINES = {"tiny": "pipeline", "tiny-video": "video_pipeline", "tiny-i2v": "image_pipeline"}
+TINY = {name: PACKAGE / "tiny" / folder for name, folder in _PIPELINES.items()}
+"""The embedded pipelines by their names."""
 
 
 def shipped(path: str) -> Path:
@@ -280,9 +276,9 @@ OTHER_PATHS = ("checkpoint", "init", "model", "output", "recipe", "recommend", "
 def at_home(value: Any, key: str = "") -> Any:
     """Return settings with the home folder in place of a `~` that a path begins with, as a shell does."""
     if isinstance(value, dict):
-        return {name: at_home(one, str(name)) for name, one in value.items()}
+        return {name: at_home(inner, str(name)) for name, inner in value.items()}
     if isinstance(value, list):
-        return [at_home(one) if isinstance(one, dict) else one for one in value]
+        return [at_home(inner) if isinstance(inner, dict) else inner for inner in value]
     is_path = isinstance(value, str | Path) and (key.endswith(PATH_ENDS) or key in OTHER_PATHS)
     return type(value)(os.path.expanduser(value)) if is_path and str(value).startswith("~") else value
 
@@ -322,8 +318,8 @@ def read_json(path: str | Path) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"{path}: {DEEP}") from None
     if not isinstance(value, dict):
-        found = "null" if value is None else f"a {type(value).__name__}"
-        raise ConfigError(f"{path}: holds {found}. Write one JSON object, {{...}}.")
+        kind = "null" if value is None else f"a {type(value).__name__}"
+        raise ConfigError(f"{path}: holds {kind}. Write one JSON object, {{...}}.")
     if problems := impossible_values(path, value):
         raise ConfigError(*problems)
     return at_home(value)

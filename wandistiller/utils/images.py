@@ -53,11 +53,7 @@ def can_write_mp4() -> bool:
 
 
 def write_mp4(file: Path, frames: Callable[[], Iterable[Image.Image]], fps: int, plays: int = 1) -> None:
-    """Write an MP4 (H.264, BT.709) of pictures of one even size.
-
-    Args:
-        frames: gives the pictures, once for each time that they are played.
-    """
+    """Write an MP4 (H.264, BT.709) of pictures of one even size; `frames` gives them once for each play."""
     import av
 
     # the index comes first, so that a page can play the file while it is loading
@@ -89,7 +85,7 @@ def tile_size(height: int, width: int, columns: int, widest: int | None = None) 
 
 
 def evenly(number: int, most: int) -> list[int]:
-    """Return the places of `most` of `number` frames, spread evenly from the first to the last; or all."""
+    """Return the indices of `most` of `number` frames, spread evenly from the first to the last; or all."""
     shown = min(number, most)
     return [round(i * (number - 1) / max(1, shown - 1)) for i in range(shown)]
 
@@ -148,13 +144,13 @@ def save_frames(file: Path, rows: dict[str, list[Tensor]], captions: list[str]) 
 
     Clips are in [0, 1] or of 8 bits, and of long ones MOST_FRAMES frames are shown.
     """
-    places = evenly(next(iter(rows.values()))[0].shape[1], MOST_FRAMES)
+    frames = evenly(next(iter(rows.values()))[0].shape[1], MOST_FRAMES)
     of_clips = {
-        f"{label}: {caption}": [clips[column][:, k] for k in places]
+        f"{label}: {caption}": [clips[column][:, k] for k in frames]
         for column, caption in enumerate(captions)
         for label, clips in rows.items()
     }
-    save_grid(file, of_clips, [f"frame {k + 1}" for k in places], MOST_FRAMES)
+    save_grid(file, of_clips, [f"frame {k + 1}" for k in frames], MOST_FRAMES)
 
 
 def save_clips(file: Path, rows: dict[str, list[Tensor]], captions: list[str], fps: int) -> None:

@@ -12,10 +12,10 @@ def once_for_each(f: F) -> F:
     results: dict[str, Any] = {}
 
     @wraps(f)
-    def cached(*args: Any, **more: Any) -> Any:
-        key = repr((args, more))
+    def cached(*args: Any, **kwargs: Any) -> Any:
+        key = repr((args, kwargs))
         if key not in results:
-            results[key] = f(*args, **more)
+            results[key] = f(*args, **kwargs)
         return results[key]
 
     return cached

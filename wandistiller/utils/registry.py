@@ -19,6 +19,6 @@ def classes_in(package: str, base: type[T]) -> dict[str, type[T]]:
     classes: dict[str, type[T]] = {}
     for name in names_in(package):
         module = import_module(f"{package}.{name}")
-        own = (c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == module.__name__)
-        (classes[name],) = (c for c in own if issubclass(c, base))
+        members = (c for _, c in inspect.getmembers(module, inspect.isclass) if issubclass(c, base))
+        (classes[name],) = (c for c in members if c.__module__ == module.__name__)
     return classes

@@ -58,8 +58,9 @@ def _groups(root: Path) -> list[tuple[int, int]]:
             prefix = "total_"
         else:
             continue
-        own = top / path.lstrip("/")  # is not there in a container that sees its own group as `top`
-        for group in (g for g in (own, *own.parents) if g.is_relative_to(top) and (g / limit).is_file()):
+        lowest = top / path.lstrip("/")  # is not there in a container that sees its own group as `top`
+        above = (group for group in (lowest, *lowest.parents) if group.is_relative_to(top))
+        for group in (group for group in above if (group / limit).is_file()):
             # over `high` the kernel takes pages back
             files = (group / name for name in (limit, "memory.high"))
             limits = [file.read_text().strip() for file in files if file.is_file()]

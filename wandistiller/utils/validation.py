@@ -59,7 +59,7 @@ def of_type(*rows: tuple[Any, str]) -> dict[str, Any]:
 
 
 def check(
-    where: str | Path, given: Any, types: dict[str, Any], prefix: str = ""
+    where: str | Path, values: Any, types: dict[str, Any], prefix: str = ""
 ) -> tuple[list[str], dict[str, Any]]:
     """Check a section for unknown keys and wrong values.
 
@@ -70,24 +70,24 @@ def check(
     Returns:
         All problems, and the values without any.
     """
-    if not isinstance(given, dict):
-        return [problem(where, prefix.rstrip("."), given, f"Write {WORDS['dict_type']}.")], {}
-    known = {key: value for key, value in given.items() if key in types}
+    if not isinstance(values, dict):
+        return [problem(where, prefix.rstrip("."), values, f"Write {WORDS['dict_type']}.")], {}
+    known = {key: value for key, value in values.items() if key in types}
     wrong = {key: value_problems(where, {key: value}, types, prefix) for key, value in known.items()}
-    problems = unknown_keys(where, given, types, prefix) + sum(wrong.values(), [])
+    problems = unknown_keys(where, values, types, prefix) + sum(wrong.values(), [])
     return problems, {key: value for key, value in known.items() if not wrong[key]}
 
 
 def value_problems(
-    where: str | Path, given: dict[str, Any], types: dict[str, Any], prefix: str = ""
+    where: str | Path, values: dict[str, Any], types: dict[str, Any], prefix: str = ""
 ) -> list[str]:
     """List the values of wrong type or range; keys that are not in `types` are not checked."""
     problems = []
-    for key in filter(types.__contains__, given):
+    for key in filter(types.__contains__, values):
         try:
-            _adapter(types[key]).validate_python(given[key], strict=True)
+            _adapter(types[key]).validate_python(values[key], strict=True)
         except ValidationError as error:
-            hint = " Remove the quotes." if _is_quoted(given[key], types[key]) else ""
+            hint = " Remove the quotes." if _is_quoted(values[key], types[key]) else ""
             problems += error_messages(where, error, prefix + key, hint)
     return problems
 

@@ -14,8 +14,8 @@ from wandistiller.experts import Expert
 from wandistiller.network.folder import Folder, Need
 from wandistiller.network.usual import Usual
 from wandistiller.network.weight_reader import WeightReader
-from wandistiller.utils.embedded import TINY
 from wandistiller.utils.errors import ConfigError, Place, problem, readable
+from wandistiller.utils.files import TINY
 from wandistiller.wan import added_lora, checks, components, hub, schedulers, vae
 from wandistiller.wan.added_lora import AddedLora
 from wandistiller.wan.components import IMAGE_PARTS, text_config

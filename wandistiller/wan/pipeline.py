@@ -6,9 +6,8 @@ from pathlib import Path, PurePosixPath
 
 from wandistiller.experts import Expert
 from wandistiller.network.weight_reader import unfinished
-from wandistiller.utils.embedded import TINY
 from wandistiller.utils.errors import ADDRESS, ConfigError, problem, readable
-from wandistiller.utils.files import read_json
+from wandistiller.utils.files import TINY, read_json
 from wandistiller.wan import checks, components
 from wandistiller.wan.folder import WanFolder
 from wandistiller.wan.hub import CONFIG_FILES, WEIGHT_FILES, fetch

@@ -1,4 +1,4 @@
-"""Called on ranks by test_agreement.py and test_resolve_auto_ranks.py: settings or nodes that differ."""
+"""Ranks with other settings or nodes, for test_identity_agreement.py and test_resolve_auto_ranks.py."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 from trainers import job_of
 
-from wandistiller.config.agreement import require_same
+from wandistiller.config.identity import require_same
 from wandistiller.config.job import Job
 from wandistiller.distributed import collectives
 from wandistiller.planner import resolve_auto

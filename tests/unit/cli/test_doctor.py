@@ -9,7 +9,7 @@ import torch.utils.cpp_extension
 from deepspeed.ops.op_builder.async_io import AsyncIOBuilder
 from ranks import ROOT, has_async_io, wandistiller
 
-from wandistiller.cli.doctor import built, cuda_compiler, differences, slow_bf16
+from wandistiller.cli.doctor import built, cuda_compiler, differences
 from wandistiller.engine.nvcc import HEADERS
 
 
@@ -88,17 +88,3 @@ def test_the_example_of_a_deepspeed_env_has_a_value_for_each_variable() -> None:
     lines = (ROOT / "launch" / "deepspeed_env.example").read_text().splitlines()
     variables = dict(line.split("=", 1) for line in lines)  # as deepspeed 0.19.8 parses it
     assert variables and all(name.isidentifier() and value for name, value in variables.items())
-
-
-@pytest.mark.parametrize(
-    ("flags", "lines"),
-    [("avx2 avx512f avx512_vnni", 1), ("avx512f avx512_bf16 amx_tile", 0), ("fp asimd sve bf16", 0)],
-)
-def test_a_cpu_without_bf16_instructions_is_warned_of(
-    tmp_path: Path, one_rank: torch.device, flags: str, lines: int
-) -> None:
-    if one_rank.type != "cpu":
-        pytest.skip("the ranks here have a GPU")
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/cpuinfo").write_text(f"flags : {flags}\n")
-    assert len(slow_bf16(tmp_path)) == lines

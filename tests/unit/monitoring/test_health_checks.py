@@ -133,7 +133,7 @@ def test_the_way_from_a_given_first_frame_to_a_still_clip_is_no_motion() -> None
     x0_BCFHW = torch.zeros(1, 1, 3, 1, 2)
     x0_BCFHW[:, :, 0] = 5.0
     _, with_it, _ = sample_stats(x0_BCFHW)[0].tolist()
-    _, after_it, _ = sample_stats(x0_BCFHW, given=1)[0].tolist()
+    _, after_it, _ = sample_stats(x0_BCFHW, given_frames=1)[0].tolist()
     assert with_it == 2.5 and after_it == 0.0
 
 

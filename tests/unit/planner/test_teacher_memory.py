@@ -25,7 +25,7 @@ from wandistiller.planner.teacher_memory import added_parts, teacher_bytes
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.loading import load_sharded, load_shared, load_whole
 from wandistiller.teacher.strategies import teacher_jsons
-from wandistiller.utils.embedded import TINY
+from wandistiller.utils.files import TINY
 from wandistiller.utils.system_memory import GIB
 from wandistiller.wan.added_lora import read_added
 from wandistiller.wan.folder import WanFolder

@@ -9,8 +9,7 @@ from planned import EIGHT_80, ON_CPU, ONE_24, RATES, TWO_NODES
 from planned import published_job as job
 
 from wandistiller.cli.plan_report import duration
-from wandistiller.config.job import Job
-from wandistiller.config.sweeps import branches
+from wandistiller.config.job import Job, branches
 from wandistiller.network.flops import count_flops
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.time import PEAKS, SHARE, Rates, Times, override_rates, passes, usual_rates

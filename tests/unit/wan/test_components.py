@@ -12,9 +12,8 @@ from ranks import edit_json
 from wandistiller.cli.failures import Failures
 from wandistiller.cli.parser import read
 from wandistiller.evaluation.clip import clip_problems
-from wandistiller.utils.embedded import TINY
 from wandistiller.utils.errors import ConfigError
-from wandistiller.utils.files import SHIPPED
+from wandistiller.utils.files import SHIPPED, TINY
 from wandistiller.wan.components import known_config
 from wandistiller.wan.pipeline import open_wan
 

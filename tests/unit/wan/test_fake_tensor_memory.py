@@ -11,8 +11,7 @@ from small_wan import VAE21, VAE22
 from torch import nn
 
 from wandistiller.network.activation_memory import Live
-from wandistiller.utils.embedded import TINY
-from wandistiller.utils.files import read_json
+from wandistiller.utils.files import TINY, read_json
 from wandistiller.wan.components import decoded, encoded, text_encoder_of, vae_of
 from wandistiller.wan.fake_tensor_memory import ON_CPU, coding, shortened, text_encoding
 

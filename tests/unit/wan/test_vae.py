@@ -7,7 +7,7 @@ from small_wan import VAE21, VAE22
 from torch import Tensor
 
 from wandistiller.network.activation_memory import Live
-from wandistiller.utils.embedded import TINY
+from wandistiller.utils.files import TINY
 from wandistiller.utils.system_memory import GIB
 from wandistiller.wan.components import decoded, encoded, vae_of
 from wandistiller.wan.fake_tensor_memory import coding, tile

@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks import run
 
-from wandistiller.cli.out_of_memory import is_out_of_memory
+from wandistiller.cli.failures import is_out_of_memory
 from wandistiller.distributed import device
 from wandistiller.planner import machine
 from wandistiller.planner.machine import memory_line
@@ -21,7 +21,7 @@ import json, resource, sys
 import numpy, torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from wandistiller.cli.out_of_memory import is_out_of_memory
+from wandistiller.cli.failures import is_out_of_memory
 from wandistiller.planner.machine import memory_line
 file, GIB = sys.argv[1], 2**30
 

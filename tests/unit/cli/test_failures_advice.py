@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from planned import ONE_24, published_job
 
-from wandistiller.cli.out_of_memory import PLAN, SHOWN, advice
+from wandistiller.cli.failures import PLAN, SHOWN, advice
 from wandistiller.cli.parser import read
 
 ENGINE: dict[str, Any] = {
