@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -12,7 +12,6 @@ from torch import Tensor
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.experts import Expert
 from wandistiller.network.config import NetworkConfig
-from wandistiller.network.usual import Usual
 from wandistiller.network.weight_reader import WeightReader
 from wandistiller.utils.files import digest, fingerprint
 
@@ -33,6 +32,16 @@ class Need(NamedTuple):
     weights: int
     work: int
     """Peak of all else, input and output included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usual:
+    """A teacher's usual sampling settings, the defaults of a run."""
+
+    height: int
+    width: int
+    guidance: tuple[float, float]
+    """Scales of high-noise and low-noise expert."""
 
 
 class Folder(Protocol):

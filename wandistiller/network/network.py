@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from wandistiller.network.blocks import Blocks
 from wandistiller.network.config import NetworkConfig
 from wandistiller.network.heads import PROJECTIONS, add_heads, add_projections, of_made_patches
 from wandistiller.network.names import set_parameter
+from wandistiller.utils.memoize import once_for_each
 from wandistiller.utils.parameter_patterns import any_names
 
 Weights = Iterable[tuple[str, Tensor]]
@@ -209,3 +210,28 @@ def without_memory(config: NetworkConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield weights of zeros, float32 on the CPU, that take no memory, to be replaced."""
     for name, shape in config.shapes.items():
         yield name, torch.zeros(()).expand(shape)
+
+
+class Parameters(NamedTuple):
+    """Elements of a network's parameters, by name."""
+
+    trained: dict[str, int]
+    frozen: dict[str, int] = {}
+
+    @property
+    def trained_numel(self) -> int:
+        return sum(self.trained.values())
+
+    @property
+    def frozen_numel(self) -> int:
+        return sum(self.frozen.values())
+
+
+@once_for_each
+def parameters_of(config: NetworkConfig, trained: Trained | None) -> Parameters:
+    """Count the parameters of a network, adapters, projections and heads included."""
+    with torch.device("meta"):
+        module = Network.made(config).prepare(trained).module
+    parameters = list(module.named_parameters())
+    learning = {name: p.numel() for name, p in parameters if p.requires_grad and trained}
+    return Parameters(learning, {name: p.numel() for name, p in parameters if name not in learning})

@@ -18,7 +18,7 @@ from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, Own
 from wandistiller.teacher.disk_blocks import Slots, read_by_block
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.utils.errors import ConfigError
-from wandistiller.wan.sound_weights import zero_problems
+from wandistiller.wan.checks import zero_problems
 
 
 def build_teacher(

@@ -1,6 +1,6 @@
-"""Checks of a Wan pipeline's files, before a weight is read: each part is built and called without memory."""
+"""Checks of a Wan pipeline: its files, whose parts are built and called without memory, and its weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from wandistiller.network.weight_reader import DIFFUSERS_STEM, WeightReader, damage_in, unfinished
+from wandistiller.network.weight_reader import DIFFUSERS_STEM, NAMED, WeightReader, damage_in, unfinished
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.memoize import once_for_each
@@ -32,7 +32,8 @@ NUMBERS = of_type(
 """Types of the numbers that are computed with here; the libraries check all others."""
 TIED = "encoder.embed_tokens.weight"
 """Another name of UMT5's `shared.weight`; a file has either or both."""
-
+MAY_BE_ZERO = ("to_out.", "ffn.net.2.", ".proj.")
+"""Parts of names of matrices before a residual connection: zero in a block that was made to do nothing."""
 
 CLASSES = {
     "transformer": ("_class_name", ["WanTransformer3DModel"]),
@@ -185,3 +186,37 @@ def weight_problems(folder: Path, model: nn.Module, stem: str = DIFFUSERS_STEM) 
         if "shared.weight" not in reader.stored:
             del expected["shared.weight"]
     return reader.problems(expected, model._keys_to_ignore_on_load_unexpected)
+
+
+def zero_problems(folder: Path, matrices: Iterable[str]) -> list[str]:
+    """List the problem of `matrices`, names of tensors of two dimensions or more that hold nothing but zeros.
+
+    A file has such where a download left a hole.
+    """
+    zero = sorted(name for name in matrices if not any(part in name for part in MAY_BE_ZERO))
+    if not zero:
+        return []
+    more = f" and {len(zero) - NAMED} more" if len(zero) > NAMED else ""
+    shown = ", ".join(f"`{name}`" for name in zero[:NAMED])
+    remedy = "A download left holes in it, or it was never trained. Fetch the folder again."
+    return [f"{folder}: {len(zero)} tensor(s) hold nothing but zeros: {shown}{more}. {remedy}"]
+
+
+def require_sound(model: nn.Module, folder: Path) -> None:
+    """Check the weights of a model that was loaded from `folder`, but for those that are not in memory.
+
+    Raises:
+        ConfigError: numbers that are not finite, or matrices of zeros.
+    """
+    zero, problems = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.device.type == "meta" or not parameter.numel():
+            continue
+        low, high = parameter.detach().aminmax()
+        if not (low.isfinite() and high.isfinite()):
+            remedy = "Fetch the folder again."
+            problems.append(f"{folder}: tensor `{name}` holds numbers that are not finite. {remedy}")
+        elif low == high == 0 and parameter.ndim >= 2:
+            zero.append(name)
+    if problems := problems[:NAMED] + zero_problems(folder, zero):
+        raise ConfigError(*problems)
