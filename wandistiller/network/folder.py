@@ -91,8 +91,8 @@ class Folder(Protocol):
     def identity(self) -> str:
         """Equal for networks of the same weights: a commit or the files' fingerprint, and what is added."""
         # a hub id's weights may not be here yet, but its commit identifies them
-        own = self.revision or fingerprint(self.path / expert.value for expert in self.configs)
-        return digest(own, self.added_identities) if self.added else own
+        stored = self.revision or fingerprint(self.path / expert.value for expert in self.configs)
+        return digest(stored, self.added_identities) if self.added else stored
 
     @property
     def weights_identity(self) -> str:
@@ -102,7 +102,7 @@ class Folder(Protocol):
 
     @property
     def added_identities(self) -> list[list[Any]]:
-        return [one.identity for one in self.added]
+        return [lora.identity for lora in self.added]
 
     def latent_shape(self, height: int, width: int, num_frames: int) -> tuple[int, int, int, int]:
         """Return (C, F, H, W) of one sample of the given size in pixels and frames."""

@@ -37,6 +37,7 @@ class _Sums:
         """Number, sum and sum of squares of the inputs of each module."""
         self.matrices: dict[str, list[Tensor]] = {}
         """Number of vectors of a stream, and the sum of their outer products."""
+        self._kinds = {"vectors": self.vectors, "matrices": self.matrices}
 
     def add_vectors(self, name: str, x_TD: Tensor) -> None:
         x_TD = x_TD.double()
@@ -59,10 +60,9 @@ class _Sums:
 
     def tensors(self, calls: int) -> dict[str, Tensor]:
         """Return the sums after a number of calls, by names for a file."""
-        kinds = {"vectors": self.vectors, "matrices": self.matrices}
         named = {
             f"{kind}/{name}/{i}": total
-            for kind, sums in kinds.items()
+            for kind, sums in self._kinds.items()
             for name, totals in sums.items()
             for i, total in enumerate(totals)
         }
@@ -72,8 +72,7 @@ class _Sums:
         """Take the sums of a file; return the calls that they are of, 0 without any."""
         for key in sorted(tensors.keys() - {CALLS}):  # so that the parts of a sum are in order
             kind, name, _ = key.split("/")
-            sums = self.vectors if kind == "vectors" else self.matrices
-            sums.setdefault(name, []).append(tensors[key])
+            self._kinds[kind].setdefault(name, []).append(tensors[key])
         return int(tensors[CALLS]) if tensors else 0
 
 
@@ -177,11 +176,12 @@ def calibration_batches(
         numbers = [i for i in range(count) if expert_at(sigmas[i], schedule.boundary) is expert]
         for first in range(0, len(numbers), batch_size):
             index_B = numbers[first : first + batch_size]
-            x0_BCFHW, given = data.examples(index_B)
-            text_BLD = padded(given.text_BLD, TEXT_TOKENS)  # moments of all rows, merged or not
-            given = replace(given, text_BLD=text_BLD)
+            x0_BCFHW, conditioning = data.examples(index_B)
+            text_BLD = padded(conditioning.text_BLD, TEXT_TOKENS)  # moments of all rows, merged or not
+            conditioning = replace(conditioning, text_BLD=text_BLD)
             keys = [(schedule.seed, "probe", i) for i in index_B]
-            batches.append(with_noise(x0_BCFHW, given, expert, [sigmas[i] for i in index_B], keys))
+            sigma_B = [sigmas[i] for i in index_B]
+            batches.append(with_noise(x0_BCFHW, conditioning, expert, sigma_B, keys))
     return batches
 
 

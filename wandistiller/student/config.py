@@ -78,10 +78,10 @@ def read_student_config(
             raise ConfigError(f'{where}: "init" names a folder, which fixes the architecture. {remedy}')
         values = trained.raw if trained else _read_config(where, student)
     else:
-        given = {k: getattr(student, k) for k in SIZE_KEYS if getattr(student, k) is not None}
+        sizes = {k: getattr(student, k) for k in SIZE_KEYS if getattr(student, k) is not None}
         if isinstance(student.keep_layers, list):
-            given["num_layers"] = len(student.keep_layers)
-        values = folder.config.raw | given
+            sizes["num_layers"] = len(student.keep_layers)
+        values = folder.config.raw | sizes
         if folder.config.image_dim:
             values["added_kv_proj_dim"] = values["num_attention_heads"] * values["attention_head_dim"]
     source = f"{where}: {student.init}" if own_folder else where
@@ -137,9 +137,9 @@ def _shape_problems(
     problems += _needless_problems(where, student)
     if student.init == "teacher":
         for key in SIZE_KEYS:
-            if (own := getattr(config, key)) > (most := getattr(teacher, key)):
+            if (size := getattr(config, key)) > (most := getattr(teacher, key)):
                 remedy = f'{folder.name} has {most}. Write at most that, or "init": "random".'
-                problems.append(problem(where, key, own, remedy))
+                problems.append(problem(where, key, size, remedy))
         old, new = teacher.attention_head_dim, config.attention_head_dim
         if not (problems or fits_rope(old, new)):
             fitting = [n for n in range(2, old + 1, 2) if fits_rope(old, n)]
@@ -162,8 +162,8 @@ def _needless_problems(where: str, student: StudentConfig) -> list[str]:
     if student.init == "teacher":
         one_each = "Each of two experts starts from its own; leave it out."
         reasons = {"from_expert": one_each} if student.experts == "two" else {}
-    given, usual = asdict(student), asdict(StudentConfig())
-    return [problem(where, k, given[k], why) for k, why in reasons.items() if given[k] != usual[k]]
+    values, usual = asdict(student), asdict(StudentConfig())
+    return [problem(where, k, values[k], why) for k, why in reasons.items() if values[k] != usual[k]]
 
 
 def _read_config(where: str, student: StudentConfig) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def transformer_folder(init: str, expert: Expert) -> Path:
 
 def kept_layers(student: StudentConfig, config: TransformerConfig, folder: Folder) -> list[int]:
     """Return for each student layer the teacher layer that it is copied from."""
-    layers, kept = folder.config.num_layers, config.num_layers
+    layers, keep = folder.config.num_layers, config.num_layers
     if isinstance(student.keep_layers, list):
         return student.keep_layers
     if student.keep_layers == IMPORTANCE:
@@ -199,9 +199,9 @@ def kept_layers(student: StudentConfig, config: TransformerConfig, folder: Folde
             "Layers are chosen by importance only after calibration: call `Job.with_layers` first."
         )
     if student.keep_layers == "ends":
-        first = (kept + 1) // 2
-        return [*range(first), *range(layers - (kept - first), layers)]
-    return [0] if kept == 1 else [round(i * (layers - 1) / (kept - 1)) for i in range(kept)]
+        first = (keep + 1) // 2
+        return [*range(first), *range(layers - (keep - first), layers)]
+    return [0] if keep == 1 else [round(i * (layers - 1) / (keep - 1)) for i in range(keep)]
 
 
 def source_experts(student: StudentConfig, folder: Folder, expert: Expert) -> list[Expert]:
@@ -213,13 +213,13 @@ def source_experts(student: StudentConfig, folder: Folder, expert: Expert) -> li
     return list(Expert) if student.from_expert == "average" else [Expert.of_key(student.from_expert)]
 
 
-def teacher_block_of(kept: list[int], layers: int) -> list[int]:
-    """Return for each student block the last teacher block that it replaces: the one before the next kept.
+def teacher_block_of(copied: list[int], layers: int) -> list[int]:
+    """Return for each student block the last teacher block that it replaces: the one before the next copied.
 
     Feature matching compares with its output. Source: BK-SDM, Kim et al. 2023, arXiv:2305.15798.
     """
     # a student of more layers may have the first twice
-    return [*(max(0, k - 1) for k in kept[1:]), layers - 1]
+    return [*(max(0, k - 1) for k in copied[1:]), layers - 1]
 
 
 def lineage(student: StudentConfig, config: TransformerConfig, folder: Folder) -> list[int]:

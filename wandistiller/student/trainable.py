@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from wandistiller.engine.engine_config import EngineConfig
-from wandistiller.network.adapters import Lora, linear_layers, lora_problems
+from wandistiller.network.adapters import Lora, lora_problems, target_layers
 from wandistiller.network.config import NetworkConfig
 from wandistiller.network.heads import PROJECTIONS
 from wandistiller.utils.errors import RECIPE, Problem, problem
@@ -55,11 +55,9 @@ def _untrained_problems(run: Any, config: NetworkConfig, *, projects: bool) -> l
     """List the parts in `learning_rates` that the student has, but without a weight that is trained."""
     names, why = list(config.numels), ""
     if run.learning_rates and run.lora is not None:
-        targets = Lora(**run.lora).targets
-        layers = linear_layers(config.meta())
-        layers = [layer for layer in layers if any_names(targets, layer)]
-        names = [f"{layer}.lora_{one}.default.weight" for layer in layers for one in "AB"]  # peft 0.21
-        remedy = f"write a layer that has some, such as `{targets[0]}`, or leave it out."
+        layers = target_layers(lora := Lora(**run.lora), config)
+        names = [f"{layer}.lora_{side}.default.weight" for layer in layers for side in "AB"]  # peft 0.21
+        remedy = f"write a layer that has some, such as `{lora.targets[0]}`, or leave it out."
         why = f"`lora` trains adapters alone: {remedy}"
     names += [PROJECTIONS] * projects
     none = "There are none: `feature` has them for a student of another width than its teacher. Leave it out."

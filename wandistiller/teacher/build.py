@@ -55,8 +55,8 @@ def build_teacher(
         raise ConfigError(*problems)
     teacher = None
     if here:
-        own = ranks if owner is None else ALONE
-        teacher = _around(folder, modules, placement, guidance, placement.sweeps, merges_padding, own)
+        sharers = ranks if owner is None else ALONE
+        teacher = _around(folder, modules, placement, guidance, placement.sweeps, merges_padding, sharers)
     return teacher if owner is None else OwnerTeacher(teacher, owner, peers, ranks)
 
 
@@ -105,8 +105,8 @@ def _around(
         e: Network(module.eval(), folder.configs[e]).prepare(computing=computing)
         for e, module in modules.items()
     }
-    one, *_ = networks.values()
-    teacher = LocalTeacher({e: networks.get(e, one) for e in Expert}, _device(placement), sweeps=sweeps)
+    first, *_ = networks.values()
+    teacher = LocalTeacher({e: networks.get(e, first) for e in Expert}, _device(placement), sweeps=sweeps)
     if not guidance:
         return teacher
     # its text stays where the batches are, instead of going there at each call

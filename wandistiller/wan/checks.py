@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 from pydantic import Field
@@ -19,6 +19,7 @@ from wandistiller.wan.transformer_config import NEEDED, TransformerConfig
 
 TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "WanPipeline", "WanImageToVideoPipeline"
 """diffusers' classes of the pipelines that can be distilled."""
+M = TypeVar("M", bound=nn.Module)
 UNSUPPORTED = "VACE, Animate and speech-to-video Wans are not supported."
 Layers = Annotated[int, Field(ge=1, le=1024)]
 Size = Annotated[int, Field(ge=1, le=10**6)]
@@ -196,14 +197,14 @@ def zero_problems(folder: Path, matrices: Iterable[str]) -> list[str]:
     zero = sorted(name for name in matrices if not any(part in name for part in MAY_BE_ZERO))
     if not zero:
         return []
-    more = f" and {len(zero) - NAMED} more" if len(zero) > NAMED else ""
+    others = f" and {len(zero) - NAMED} more" if len(zero) > NAMED else ""
     shown = ", ".join(f"`{name}`" for name in zero[:NAMED])
     remedy = "A download left holes in it, or it was never trained. Fetch the folder again."
-    return [f"{folder}: {len(zero)} tensor(s) hold nothing but zeros: {shown}{more}. {remedy}"]
+    return [f"{folder}: {len(zero)} tensor(s) hold nothing but zeros: {shown}{others}. {remedy}"]
 
 
-def require_sound(model: nn.Module, folder: Path) -> None:
-    """Check the weights of a model that was loaded from `folder`, but for those that are not in memory.
+def sound(model: M, folder: Path) -> M:
+    """Return a model that was loaded from `folder`, with its weights checked, but for those not in memory.
 
     Raises:
         ConfigError: numbers that are not finite, or matrices of zeros.
@@ -220,3 +221,4 @@ def require_sound(model: nn.Module, folder: Path) -> None:
             zero.append(name)
     if problems := problems[:NAMED] + zero_problems(folder, zero):
         raise ConfigError(*problems)
+    return model.eval()

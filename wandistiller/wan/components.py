@@ -105,13 +105,13 @@ def index_problems(index: PartConfig, parts: list[str], scheduler: Any) -> list[
     # an unknown one is told where it is read
     of_flow = scheduler if scheduler_class(scheduler) else "UniPCMultistepScheduler"
     classes = COMPONENTS | {"scheduler": ("diffusers", [of_flow])}
-    for part, given in (dict.fromkeys(classes) | index.values).items():
+    for part, component in (dict.fromkeys(classes) | index.values).items():
         if part in classes and (part not in OPTIONAL or part in parts):
             library, names = classes[part]
-            if given not in [[library, name] for name in names]:
+            if component not in [[library, name] for name in names]:
                 remedy = f'Write ["{library}", "{names[0]}"]: no other class is loaded.'
                 problems.append(index.problem(part, remedy))
-        elif isinstance(given, list | dict) and part not in REFUSED and not unused(given):
+        elif isinstance(component, list | dict) and part not in REFUSED and not unused(component):
             remedy = "It has no such part. Give the whole pipeline, or write [null, null]."
             problems.append(index.problem(part, remedy))
     return problems

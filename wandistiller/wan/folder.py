@@ -198,8 +198,12 @@ class WanFolder(Folder):
         return schedulers.scheduler_class(config["_class_name"]).from_config(config)
 
     def noise_problems(self) -> list[str]:
-        if not schedulers.draws_noise(self.scheduler_config(self.shift)):
-            return []
+        scheduler, nothing = self.scheduler(self.shift), torch.zeros([1] * 5)
+        scheduler.set_timesteps(3)
+        first = next(iter(scheduler.timesteps))
+        with torch.random.fork_rng(devices=[]):
+            if not scheduler.step(nothing, first, nothing, return_dict=False)[0].any():
+                return []
         remedy = "Write `stochastic_sampling` false, or an `algorithm_type` without sde, for a teacher."
         text = "this scheduler adds noise of its own in each step, other noise in each run"
         return [f"{self.name}/scheduler/scheduler_config.json: {text}. {remedy}"]

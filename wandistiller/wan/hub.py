@@ -71,10 +71,12 @@ def bytes_to_fetch(hub_id: str, revision: str) -> int | None:
 
 def broken_links(snapshot: Path, hub_id: str, revision: str) -> list[str]:
     """List the problem of files in the hub's cache that lead to nothing, where none can be fetched."""
-    first, *more = sorted(f for f in snapshot.rglob("*") if f.is_symlink() and not f.exists()) or [None]
-    others = f", as are {len(more)} more files beside it" * bool(more)
-    text = f"{first}: is a link to nothing{others}, and this machine is offline. "
-    return [text + fetch_elsewhere(hub_id, revision, weights=True)] if first else []
+    broken = sorted(f for f in snapshot.rglob("*") if f.is_symlink() and not f.exists())
+    if not broken:
+        return []
+    others = f", as are {len(broken) - 1} more files beside it" * (len(broken) > 1)
+    text = f"{broken[0]}: is a link to nothing{others}, and this machine is offline. "
+    return [text + fetch_elsewhere(hub_id, revision, weights=True)]
 
 
 def fetch_elsewhere(hub_id: str, revision: str, weights: bool) -> str:

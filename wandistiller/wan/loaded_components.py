@@ -19,7 +19,7 @@ from wandistiller.utils.images import to_pil
 from wandistiller.utils.system_memory import amount
 from wandistiller.wan import components
 from wandistiller.wan.added_lora import add_changes, added_changes
-from wandistiller.wan.checks import require_sound
+from wandistiller.wan.checks import sound
 from wandistiller.wan.schedulers import scheduler_class
 from wandistiller.wan.text_padding import TEXT_TOKENS
 from wandistiller.wan.vae import FittingVae
@@ -38,9 +38,7 @@ def load_text_encoder(folder: Path, dtype: torch.dtype, **options: Any) -> UMT5E
     """
     config = components.umt5_config(read_json(folder / "config.json"))
     options |= {"config": config, "use_safetensors": True, "trust_remote_code": False}
-    model = UMT5EncoderModel.from_pretrained(folder, dtype=dtype, **options).eval()
-    require_sound(model, folder)
-    return model
+    return sound(UMT5EncoderModel.from_pretrained(folder, dtype=dtype, **options), folder)
 
 
 def load_vae(folder: Path) -> FittingVae:
@@ -51,8 +49,7 @@ def load_vae(folder: Path) -> FittingVae:
     Raises:
         ConfigError: weights that cannot be right.
     """
-    vae = FittingVae.from_pretrained(folder, dtype=torch.float32, use_safetensors=True).eval()
-    require_sound(vae, folder)
+    vae = sound(FittingVae.from_pretrained(folder, dtype=torch.float32, use_safetensors=True), folder)
     vae.enable_slicing()
     return vae
 
@@ -63,9 +60,8 @@ def load_image_encoder(folder: Path) -> CLIPVisionModel:
     Raises:
         ConfigError: weights that cannot be right.
     """
-    model = CLIPVisionModel.from_pretrained(folder, dtype=torch.float32, use_safetensors=True).eval()
-    require_sound(model, folder)
-    return model
+    options = {"dtype": torch.float32, "use_safetensors": True}
+    return sound(CLIPVisionModel.from_pretrained(folder, **options), folder)
 
 
 def load_pipeline(wan: Folder, dtype: torch.dtype) -> Pipeline:
@@ -214,14 +210,14 @@ class Vae:
         return components.decoded(self._vae, x0_BCFHW * self._std_C111 + self._mean_C111)
 
 
-def mask_of(places: list[int], num_frames: int, temporal: int) -> Tensor:
+def mask_of(frame_numbers: list[int], num_frames: int, temporal: int) -> Tensor:
     """Return mask_CF: 1 where a pixel frame is given, for the frames C of each latent frame F.
 
     The first latent frame stands for one frame, which is repeated.
     Source: Wan2.1, wan/image2video.py; diffusers 0.42.1, pipeline_wan_i2v.py, `prepare_latents`.
     """
     given_T = torch.zeros(num_frames)
-    given_T[places] = 1
+    given_T[frame_numbers] = 1
     return torch.cat([given_T[:1].repeat(temporal), given_T[1:]]).view(-1, temporal).T
 
 
@@ -247,11 +243,11 @@ class GivenFramesEncoder:
 
     def _joined(self, pixels_CTHW: Tensor, num_frames: int) -> Tensor:
         """Return the mask, and the latents of a clip that is zero, mid-grey, between the given frames."""
-        places, (channels, _, height, width) = self._config.given_places, pixels_CTHW.shape
+        numbers, (channels, _, height, width) = self._config.given_places, pixels_CTHW.shape
         clip_CFHW = pixels_CTHW.new_zeros(channels, num_frames, height, width)
-        clip_CFHW[:, places] = pixels_CTHW
+        clip_CFHW[:, numbers] = pixels_CTHW
         latents_CFHW = self._latents(clip_CFHW)
-        mask_CF = mask_of(places, num_frames, self._temporal).to(latents_CFHW)
+        mask_CF = mask_of(numbers, num_frames, self._temporal).to(latents_CFHW)
         mask_CFHW = mask_CF[..., None, None].expand(-1, -1, *latents_CFHW.shape[2:])
         return torch.cat([mask_CFHW, latents_CFHW])
 
