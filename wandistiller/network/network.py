@@ -140,8 +140,8 @@ class Network:
         for name, p in list(self.module.named_parameters()):
             if not p.requires_grad:
                 path, _, leaf = name.rpartition(".")
-                module = self.module.get_submodule(path) if path else self.module
-                module._parameters[leaf] = base.module.get_parameter(name.replace(BASE_LAYER, "."))
+                shared = base.module.get_parameter(name.replace(BASE_LAYER, "."))
+                self.module.get_submodule(path)._parameters[leaf] = shared
         self.config.share_tables(self.module, base.module)
         if source := getattr(base.module, SOURCE, None):
             source.serve(self.module)

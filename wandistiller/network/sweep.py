@@ -21,8 +21,8 @@ def block_by_block(blocks: Iterable[nn.Module], calls: Sequence[Callable[[], T]]
     """
     if outer := getattr(getcurrent(), "sweep", None):
         return outer.join(calls)
-    if len(calls) == 1:
-        return [calls[0]()]
+    if len(calls) < 2:
+        return [call() for call in calls]
     return _Sweep().run(blocks, calls)
 
 

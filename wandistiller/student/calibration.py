@@ -40,6 +40,8 @@ class _Sums:
         self._kinds = {"vectors": self.vectors, "matrices": self.matrices}
 
     def add_vectors(self, name: str, x_TD: Tensor) -> None:
+        if name == TEXT_READER:  # its inputs are a stream, too
+            self.add_products("text", x_TD.float())
         x_TD = x_TD.double()
         _add(self.vectors, name, x_TD.new_tensor(len(x_TD)), x_TD.sum(0), x_TD.square().sum(0))
 
@@ -135,13 +137,6 @@ def _adder(sums: _Sums, name: str, module: nn.Module) -> Callable[[Tensor], None
     if (reads_stream or name == IMAGE_NORM) and not isinstance(module, nn.Identity):
         of = "stream" if reads_stream else "image"
         return lambda x_TD: sums.add_products(of, F.layer_norm(x_TD.float(), x_TD.shape[-1:]))
-    if name == TEXT_READER:
-
-        def add_both(x_TD: Tensor) -> None:
-            sums.add_vectors(name, x_TD)
-            sums.add_products("text", x_TD.float())
-
-        return add_both
     if isinstance(module, nn.Linear | nn.SiLU) or leaf in NORMED:
         return lambda x_TD: sums.add_vectors(name, x_TD)
     return None

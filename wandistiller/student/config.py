@@ -85,8 +85,7 @@ def read_student_config(
         if folder.config.image_dim:
             values["added_kv_proj_dim"] = values["num_attention_heads"] * values["attention_head_dim"]
     source = f"{where}: {student.init}" if own_folder else where
-    problems = part_problems("transformer", PartConfig(source, values))
-    if problems:
+    if problems := part_problems("transformer", PartConfig(source, values)):
         raise ConfigError(*problems)
     config = replace(TransformerConfig.of(values), expands_time=folder.config.expands_time)
     problems = _shape_problems(where, student, config, folder)
@@ -128,8 +127,7 @@ def _shape_problems(
     where: str, student: StudentConfig, config: TransformerConfig, folder: Folder
 ) -> list[str]:
     """Sizes that do not fit the teacher's."""
-    teacher, heads = folder.config, student.num_attention_heads
-    problems = []
+    teacher, problems = folder.config, []
     for key in ("in_channels", "out_channels", "text_dim", "patch_size", "image_dim", "pos_embed_seq_len"):
         if getattr(config, key) != (expected := getattr(teacher, key)):
             remedy = f"The teacher has {expected}; a student must take and give the same."
@@ -149,9 +147,6 @@ def _shape_problems(
         if heads_of(config) != heads_of(teacher) and not teacher.cross_attn_norm:
             remedy = "Only teachers with it can be made narrower; leave the heads alone."
             problems.append(problem(folder.name, "cross_attn_norm", False, remedy))
-    elif heads and student.attention_head_dim is None and (of := teacher.num_attention_heads) % heads:
-        remedy = f"It does not divide the teacher's {of}. Write a divisor, or give attention_head_dim too."
-        problems.append(problem(where, "num_attention_heads", heads, remedy))
     return problems
 
 

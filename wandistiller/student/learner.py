@@ -219,12 +219,7 @@ class Ema:
         return self._average[flat.number]
 
 
-def _engine(
-    network: Network,
-    config: EngineConfig,
-    learning_rates: dict[str, float],
-    name: str,
-) -> Any:
+def _engine(network: Network, config: EngineConfig, learning_rates: dict[str, float], name: str) -> Any:
     model = network.trained
     groups, config = parameter_groups(model, learning_rates, with_fused_adam(config))
     config = without_empty_buckets(config, sum(p.numel() for p in model.parameters() if p.requires_grad))

@@ -42,11 +42,7 @@ class CalibrationStats:
 
 
 def plan(
-    config: NetworkConfig,
-    teacher: NetworkConfig,
-    blocks: list[int],
-    stats: CalibrationStats,
-    read: Read,
+    config: NetworkConfig, teacher: NetworkConfig, blocks: list[int], stats: CalibrationStats, read: Read
 ) -> WidthSlicer:
     """Choose the cut of a student of `config` from the teacher: by the strongest activations everywhere.
 
@@ -62,13 +58,9 @@ def plan(
         signs_d = directions_DD.gather(0, directions_DD.abs().argmax(0, keepdim=True)).sign()
         axes["text"] = Subspace((directions_DD * signs_d).float())  # signs are equal on all machines
         if stats.image_DD is not None:
-            readers = [
-                in_block(i, f"{structure.ATTENTIONS[1]}.{name}")
-                for i in blocks
-                for name in structure.IMAGE_MAPS
-            ]
-            score_D = torch.stack([_scores(stats, read, name) for name in readers]).sum(0)
-            axes["image"] = _of_norm(stats.image_DD, _strongest(score_D, width))
+            readers = [f"{structure.ATTENTIONS[1]}.{name}" for name in structure.IMAGE_MAPS]
+            scores = [_scores(stats, read, in_block(i, name)) for i in blocks for name in readers]
+            axes["image"] = _of_norm(stats.image_DD, _strongest(torch.stack(scores).sum(0), width))
         for axis in ("time", "words"):
             axes[axis] = Subspace(_strongest(_scores(stats, read, structure.reader_of(axis)), width))
         axes["temb"] = axes["stream"]

@@ -31,11 +31,6 @@ def tuning_problems(
         problems.append(problem("recipe", "frozen", run.frozen, "Nothing is left to train; remove a part."))
     unknown = unknown_parts("recipe", "learning_rates", run.learning_rates or (), [*names, PROJECTIONS])
     problems += unknown or _untrained_problems(run, config, projects=projects)
-    for part in run.learning_rates if run.frozen and run.learning_rates else ():
-        named = [name for name in names if part != "*" and any_names([part], name)]
-        if named and all(any_names(run.frozen, name) for name in named):
-            remedy = f"`frozen` is {run.frozen} and names all of it. Keep one."
-            problems.append(problem("recipe", "learning_rates", part, remedy))
     if run.learning_rates and "lr" not in engine.section("optimizer.params"):
         lacking = "which the student's JSON lacks. Write it."
         text = f"`learning_rates` are factors of `optimizer.params.lr`, {lacking}"

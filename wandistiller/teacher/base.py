@@ -60,12 +60,10 @@ class LocalTeacher(Teacher):
         home = batch.x_t_BCFHW.device
         there = batch.with_tensors([t.to(self.device or home) for t in batch.tensors()])
         features: dict[int, Tensor] = {}
-        hooks = [
-            network.blocks[k].register_forward_hook(
-                only_here(lambda *args, k=k: features.update({k: args[-1].to(home)}))
-            )
-            for k in blocks
-        ]
+        hooks = []
+        for k in blocks:
+            store = only_here(lambda *args, k=k: features.update({k: args[-1].to(home)}))
+            hooks.append(network.blocks[k].register_forward_hook(store))
         try:
             return Prediction(network.velocity(there).to(home), features)
         finally:

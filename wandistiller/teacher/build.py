@@ -32,8 +32,7 @@ def build_teacher(
     """Load every expert of `folder` to its placement. Collective.
 
     Args:
-        merges_padding: compute cross-attention to a prompt's padding once.
-        ranks: those that share its samples.
+        merges_padding, ranks: as in `Computing`.
 
     Raises:
         ConfigError: on every rank, if weights could not be read or are not finite on any.

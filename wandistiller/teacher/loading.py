@@ -91,17 +91,9 @@ def load_sharded(
 
 
 def load_shared(
-    reader: WeightReader,
-    config: NetworkConfig,
-    dtype: torch.dtype,
-    peers: list[int],
-    weights: Weights = None,
+    reader: WeightReader, config: NetworkConfig, dtype: torch.dtype, peers: list[int], weights: Weights = None
 ) -> nn.Module:
-    """Load to CPU memory that `peers`, this node's ranks, share; each reads its part. Collective.
-
-    Args:
-        weights: format of the blocks' linear layers.
-    """
+    """Load to CPU memory that `peers`, this node's ranks, share; each reads its part. Collective."""
     model, share = config.meta(), (peers.index(collectives.rank()), len(peers))
     parameters = stored_weights_of(model, dtype, weights, len(peers))
     arena = Arena(sum(_aligned(piece) for weight in parameters.values() for piece in weight.pieces), peers)

@@ -150,12 +150,7 @@ def added_lines(
 def added_changes(
     added: Iterable[AddedLora], config: TransformerConfig, expert: Expert, *, weights: bool = True
 ) -> dict[str, LowRank]:
-    """Return what all files together change of each layer, by diffusers' names, strengths in it; float32.
-
-    Args:
-        config: of the network, which is this expert.
-        weights: read them; without, the changes are on the meta device.
-    """
+    """Return what all files together change of each layer, strengths in it, as `Folder.added_changes`."""
     changes: dict[str, LowRank] = {}
     for lora in added:
         if not lora.is_for(expert):

@@ -39,7 +39,7 @@ MAY_BE_ZERO = ("to_out.", "ffn.net.2.", ".proj.")
 CLASSES = {
     "transformer": ("_class_name", ["WanTransformer3DModel"]),
     "vae": ("_class_name", ["AutoencoderKLWan"]),
-    "text_encoder": ("architectures", components.TEXT_CLASSES),
+    "text_encoder": ("architectures", ["UMT5EncoderModel", "UMT5Model", "UMT5ForConditionalGeneration"]),
 }
 """Part -> the key of its class in its config.json, and the classes that are loaded."""
 
@@ -47,15 +47,14 @@ CLASSES = {
 def part_problems(part: str, config: components.PartConfig) -> list[str]:
     """List the reasons why a transformer, VAE or text encoder of Wan cannot be made of `config`."""
     numbers = NUMBERS | ({"patch_size": Patch} if part == "transformer" else {})
-    problems = value_problems(config.where, config.values, numbers) + components.refused_keys(
-        config.where, config.values
-    )
+    where, values = config.where, config.values
+    problems = value_problems(where, values, numbers) + components.refused_keys(where, values)
     key, classes = CLASSES[part]
-    named = config.values.get(key) or classes[0]
+    named = values.get(key) or classes[0]
     if not all(name in classes for name in (named if isinstance(named, list) else [named])):
         remedy = f"Give a Wan whose class is {classes[0]}; no other is loaded. {UNSUPPORTED}"
         problems.append(config.problem(key, remedy))
-    return problems or _unfit(part, config.where, config.values)
+    return problems or _unfit(part, where, values)
 
 
 def _try(part: str, values: dict[str, Any]) -> None:

@@ -50,9 +50,6 @@ IMAGE_PARTS = ("image_encoder", "image_processor")
 """Components of a Wan whose transformer takes the states of given frames."""
 OPTIONAL = ("transformer_2", *IMAGE_PARTS)
 """Components that some Wans do without."""
-UNUSED = [None, None]
-"""What model_index.json has for a component that the pipeline does without."""
-TEXT_CLASSES = ["UMT5EncoderModel", "UMT5Model", "UMT5ForConditionalGeneration"]
 TOKENIZER_KEYS = """
     add_prefix_space added_tokens_decoder additional_special_tokens backend clean_up_tokenization_spaces
     extra_ids extra_special_tokens legacy model_max_length padding_side sp_model_kwargs
@@ -119,7 +116,7 @@ def index_problems(index: PartConfig, parts: list[str], scheduler: Any) -> list[
 
 def unused(component: Any) -> bool:
     """Tell whether an entry of model_index.json says that there is no such component."""
-    return component is None or component == UNUSED
+    return component in (None, [None, None])
 
 
 def tokenizer_problems(where: str, folder: Path) -> list[str]:

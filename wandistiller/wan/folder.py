@@ -29,7 +29,6 @@ class WanFolder(Folder):
     path: Path
     name: str
     configs: dict[Expert, TransformerConfig]
-    """Transformer config per expert; two for Wan2.2 A14B, one otherwise."""
     boundary: float | None
     shift: float
     vae: dict[str, Any]

@@ -158,9 +158,8 @@ class Encoder:
         tokens = components.tokenize(self._tokenizer, prompt).to(self._device)
         if tokens.input_ids.shape[1] == TEXT_TOKENS and len(self._tokenizer(prompt).input_ids) > TEXT_TOKENS:
             self.cut.append(prompt)
-        text_LD = (
-            components.states(self._model, tokens.input_ids, tokens.attention_mask)[0].cpu().contiguous()
-        )
+        states_BLD = components.states(self._model, tokens.input_ids, tokens.attention_mask)
+        text_LD = states_BLD[0].cpu().contiguous()
         require_finite(text_LD, self._where)
         return text_LD
 

@@ -160,9 +160,8 @@ def sides_of(where: Place, said: Sequence[tuple[Path, str]], networks: int) -> l
         if len(set().union(*of.values())) == 2:
             files = " and ".join(map(str, of))
             remedy = f"Give the file of one, or write {BOTH}=FILE."
-            raise ConfigError(
-                where.problem(f"{files} are for two experts, and here is one network. {remedy}")
-            )
+            text = f"{files} are for two experts, and here is one network. {remedy}"
+            raise ConfigError(where.problem(text))
         return [side for _, side in said]
     if unclear := [file for file, experts in of.items() if not experts]:
         text = "nothing says for which of the two experts {} is: neither its name nor its folder's has "

@@ -77,11 +77,9 @@ def fitting(
 ) -> tuple[Need, bool]:
     """Return the memory of a call of the VAE that has `room` bytes, and True if it runs in tiles.
 
-    Tiles are for a call that does not fit whole, and takes less in tiles.
+    Tiles are for a call that does not fit whole, and takes less in tiles. Call and shape are as in `coding`.
 
     Args:
-        call: `encode` or `decode`.
-        shape: (B, C, F, H, W) of the call's input.
         room: bytes that it may take next to the weights.
     """
     whole = coding(call, config, shape, accelerator=accelerator)

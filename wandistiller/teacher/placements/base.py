@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Annotated, Any, ClassVar
 
-import torch
 from pydantic import Field
 from torch import nn
 
@@ -131,9 +130,17 @@ class Placement(Kernels, ABC):
         """Ranks that the weights are divided among."""
         return 1
 
+    @once_for_each
     def parameter_sizes(self, config: NetworkConfig) -> list[ParameterSize]:
         """The parameters of an expert in diffusers' mixed precision; quantised weights in several entries."""
-        return _parameter_sizes(config, self.engine.dtype, self.weights)
+        sizes = []
+        for name, shape in config.shapes.items():
+            item = config.dtype_of(name, self.engine.dtype).itemsize
+            stored = [(prod(shape), item)]
+            if quantized.is_quantized(name, shape, self.weights):
+                stored = quantized.stored_sizes(shape, self.weights, item)
+            sizes += [ParameterSize(name, *each) for each in stored]
+        return sizes
 
     def memory(self, config: NetworkConfig, sharers: int) -> Bytes:
         """Memory of a rank for one expert; on one rank of a node, of that rank."""
@@ -223,17 +230,3 @@ class OnOneRank(Placement):
             f"`{BLOCK}.owner_rank` of the teacher's JSON is {self.owner_rank}, but the node of rank "
             f"{peers[0]} has {len(peers)} rank(s); write 0 to {len(peers) - 1}."
         ]
-
-
-@once_for_each
-def _parameter_sizes(
-    config: NetworkConfig, dtype: torch.dtype, weights: quantized.Weights
-) -> list[ParameterSize]:
-    sizes = []
-    for name, shape in config.shapes.items():
-        item = config.dtype_of(name, dtype).itemsize
-        stored = [(prod(shape), item)]
-        if quantized.is_quantized(name, shape, weights):
-            stored = quantized.stored_sizes(shape, weights, item)
-        sizes += [ParameterSize(name, *each) for each in stored]
-    return sizes
