@@ -143,12 +143,12 @@ def compared_bytes(
         student: samples of the student's, those of other terms included.
         items: bytes of one element of each.
     """
-    (wide, width), (teacher_item, item), (of_teacher, of_student) = widths, items, tokens
+    (teacher_width, width), (teacher_item, item), (of_teacher, of_student) = widths, items, tokens
     # those of checkpoints are the inputs of the next block
     are_kept = engine.recompute == CheckpointPolicy() and not engine.empties_inputs
-    projected = 0 if width == wide or are_kept else width * item
-    compared = teacher * wide * 4 + student * (wide * item + projected)
-    return blocks * (of_teacher * teacher * wide * teacher_item + of_student * compared)
+    projected = 0 if width == teacher_width or are_kept else width * item
+    compared = teacher * teacher_width * 4 + student * (teacher_width * item + projected)
+    return blocks * (of_teacher * teacher * teacher_width * teacher_item + of_student * compared)
 
 
 def _for_samples(
