@@ -26,8 +26,7 @@ from wandistiller.distributed import collectives
 from wandistiller.engine.optimizer_state import MasterWeights, read_engine
 from wandistiller.experts import Expert
 from wandistiller.network.adapters import is_adapter
-from wandistiller.student.ema import Ema
-from wandistiller.student.learner import Learner
+from wandistiller.student.learner import Ema, Learner
 from wandistiller.utils.errors import StorageError
 from wandistiller.utils.files import atomic, link_or_copy, write_json
 from wandistiller.utils.logging import set_activity

@@ -16,8 +16,7 @@ from wandistiller.checkpoint.safetensors_stream import ShardedTensors
 from wandistiller.engine.optimizer_state import WEIGHTS, Fragment, MasterWeights, write_engine
 from wandistiller.experts import Expert
 from wandistiller.objectives.base import Role
-from wandistiller.student.ema import Ema
-from wandistiller.student.learner import Learner
+from wandistiller.student.learner import Ema, Learner
 from wandistiller.utils.errors import ConfigError
 
 FORMAT = 2

@@ -15,8 +15,7 @@ from wandistiller.experts import Expert
 from wandistiller.network.adapters import Lora
 from wandistiller.network.config import NetworkConfig
 from wandistiller.network.folder import Folder
-from wandistiller.network.network import Trained
-from wandistiller.network.parameters import Parameters, parameters_of
+from wandistiller.network.network import Parameters, Trained, parameters_of
 from wandistiller.objectives.base import Role, RunFacts
 from wandistiller.objectives.objective import Objective
 from wandistiller.objectives.script import TEACHER

@@ -85,21 +85,21 @@ def activation_bytes(
     """
     layers, policy = config.num_layers, engine.recompute
     saved = _for_samples(_saved, micro, config, engine, latent, accelerator, sharers)
-    kept = saved["ends"] + layers * saved[BLOCK]
+    until_backward = saved["ends"] + layers * saved[BLOCK]
     if policy is None:
-        return Bytes(transient=kept)
+        return Bytes(transient=until_backward)
     names, number = config.parts[policy.checkpoint] or (BLOCK,), -(-layers // policy.checkpoint_every)
     kind = " inputs" if engine.empties_inputs else " own inputs"
     part, inputs = (sum(saved[f"{name}{of}"] for name in names) for of in ("", kind))
-    kept -= number * (part - inputs)
+    until_backward -= number * (part - inputs)
     # attention is recomputed after the feed-forward of the last block was freed
     if recomputes and policy.checkpoint != "attention" and (layers - 1) % policy.checkpoint_every == 0:
-        kept += part
+        until_backward += part
     if recomputes and policy.checkpoint == "blocks":
-        kept += 2 * saved[TIME]  # the sum, and what a block adds
+        until_backward += 2 * saved[TIME]  # the sum, and what a block adds
     on_cpu = accelerator and engine.section(SECTION).get("cpu_checkpointing")
     away = number * sum(saved[f"{name} inputs"] for name in names) if on_cpu else 0
-    return Bytes(transient=kept - away, host=away)
+    return Bytes(transient=until_backward - away, host=away)
 
 
 def call_bytes(
@@ -119,8 +119,8 @@ def call_bytes(
         samples: samples in one call; with guidance each counts twice.
         sharers: ranks that compute each sample together.
     """
-    found = _for_samples(_peak, samples, config, engine, latent, accelerator, sharers)
-    return found["peak"], found["waiting"]
+    traced = _for_samples(_peak, samples, config, engine, latent, accelerator, sharers)
+    return traced["peak"], traced["waiting"]
 
 
 def compared_bytes(
@@ -143,12 +143,12 @@ def compared_bytes(
         student: samples of the student's, those of other terms included.
         items: bytes of one element of each.
     """
-    (wide, own), (teacher_item, item), (of_teacher, of_student) = widths, items, tokens
-    policy = engine.recompute
-    are_kept = policy == CheckpointPolicy() and not engine.empties_inputs  # as the inputs of the next block
-    projected = 0 if own == wide or are_kept else own * item
-    compared = teacher * wide * 4 + student * (wide * item + projected)
-    return blocks * (of_teacher * teacher * wide * teacher_item + of_student * compared)
+    (teacher_width, width), (teacher_item, item), (of_teacher, of_student) = widths, items, tokens
+    # those of checkpoints are the inputs of the next block
+    are_kept = engine.recompute == CheckpointPolicy() and not engine.empties_inputs
+    projected = 0 if width == teacher_width or are_kept else width * item
+    compared = teacher * teacher_width * 4 + student * (teacher_width * item + projected)
+    return blocks * (of_teacher * teacher * teacher_width * teacher_item + of_student * compared)
 
 
 def _for_samples(
@@ -162,8 +162,8 @@ def _for_samples(
 ) -> dict[str, int]:
     """Extrapolate the bytes of `samples` samples, which grow linearly, from traces of one and of two."""
     shape = config.replaced(num_layers=1), engine.dtype, latent, config.text_tokens, accelerator, sharers
-    one, two = trace(1, *shape), trace(2, *shape)
-    return {name: n + (samples - 1) * (two[name] - n) for name, n in one.items()}
+    of_two = trace(2, *shape)
+    return {name: n + (samples - 1) * (of_two[name] - n) for name, n in trace(1, *shape).items()}
 
 
 @once_for_each
@@ -184,10 +184,10 @@ def _saved(samples: int, config: NetworkConfig, dtype: torch.dtype, *shape: Any)
             if name == BLOCK:
                 shared.update(storages(args[1:]))  # text, time, rope: for all blocks
                 inputs[TIME] = args[2].nbytes
-            given = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
-            inputs[f"{name} inputs"] = sum(t.nbytes for t in given)
-            own = (t.nbytes for t in given if t.untyped_storage() not in shared)
-            inputs[f"{name} own inputs"] = sum(own)
+            tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+            inputs[f"{name} inputs"] = sum(t.nbytes for t in tensors)
+            not_shared = (t.nbytes for t in tensors if t.untyped_storage() not in shared)
+            inputs[f"{name} own inputs"] = sum(not_shared)
 
         def pack(t: Tensor) -> Tensor:
             for name in inside:

@@ -91,17 +91,14 @@ def _checkpointed(module: nn.Module, run: Callable[..., Tensor], copies: bool, *
         tensors[0] = tensors[0].detach().requires_grad_()
     # the closure must not hold the tensors
     rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-
+    tensor_numbers = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     kind = tensors[0].device.type
     autocast = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
     def recompute(*tensors: Tensor) -> Tensor:
-        full = list(rest)
-        for i, tensor in zip(places, tensors, strict=True):
-            full[i] = tensor
+        all_leaves = dict(enumerate(rest)) | dict(zip(tensor_numbers, tensors, strict=True))
         with torch.autocast(kind, *autocast):  # DeepSpeed's is around the forward pass alone (0.19.8)
-            return run(*tree_unflatten(full, form))
+            return run(*tree_unflatten([*all_leaves.values()], form))
 
     del leaves, inputs
     return deepspeed.checkpointing.checkpoint(recompute, *tensors)

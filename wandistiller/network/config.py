@@ -118,14 +118,22 @@ class NetworkConfig(Protocol):
         return parameter_dtype(self.kind, parameter, dtype)
 
     @property
+    @once_for_each
     def shapes(self) -> dict[str, list[int]]:
         """The shape of each parameter of the network, by name."""
-        return _shapes(self)
+        of_one_block, shapes = self.replaced(num_layers=1).meta(), {}
+        block = {name: list(p.shape) for name, p in of_one_block.blocks[0].named_parameters()}
+        numbers = range(self.num_layers)
+        blocks = {in_block(k, name): shape for k in numbers for name, shape in block.items()}
+        for name, p in of_one_block.named_parameters():
+            shapes |= blocks if is_in_block(name) else {name: list(p.shape)}
+        return shapes
 
     @property
+    @once_for_each
     def numels(self) -> dict[str, int]:
         """The number of elements of each parameter of the network, by name."""
-        return _numels(self)
+        return {name: prod(shape) for name, shape in self.shapes.items()}
 
     @property
     def numel(self) -> int:
@@ -138,19 +146,3 @@ class NetworkConfig(Protocol):
         children = self.replaced(num_layers=1).meta().named_children()
         others = [name for name, module in children if name != BLOCKS and list(module.parameters())]
         return [in_block(i) for i in range(self.num_layers)] + others
-
-
-@once_for_each
-def _shapes(config: NetworkConfig) -> dict[str, list[int]]:
-    one, shapes = config.replaced(num_layers=1).meta(), {}
-    block = {name: list(p.shape) for name, p in one.blocks[0].named_parameters()}
-    numbers = range(config.num_layers)
-    blocks = {in_block(k, name): shape for k in numbers for name, shape in block.items()}
-    for name, p in one.named_parameters():
-        shapes |= blocks if is_in_block(name) else {name: list(p.shape)}
-    return shapes
-
-
-@once_for_each
-def _numels(config: NetworkConfig) -> dict[str, int]:
-    return {name: prod(shape) for name, shape in config.shapes.items()}

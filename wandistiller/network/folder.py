@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -12,7 +12,6 @@ from torch import Tensor
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.experts import Expert
 from wandistiller.network.config import NetworkConfig
-from wandistiller.network.usual import Usual
 from wandistiller.network.weight_reader import WeightReader
 from wandistiller.utils.files import digest, fingerprint
 
@@ -33,6 +32,16 @@ class Need(NamedTuple):
     weights: int
     work: int
     """Peak of all else, input and output included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usual:
+    """A teacher's usual sampling settings, the defaults of a run."""
+
+    height: int
+    width: int
+    guidance: tuple[float, float]
+    """Scales of high-noise and low-noise expert."""
 
 
 class Folder(Protocol):
@@ -82,8 +91,8 @@ class Folder(Protocol):
     def identity(self) -> str:
         """Equal for networks of the same weights: a commit or the files' fingerprint, and what is added."""
         # a hub id's weights may not be here yet, but its commit identifies them
-        own = self.revision or fingerprint(self.path / expert.value for expert in self.configs)
-        return digest(own, self.added_identities) if self.added else own
+        stored = self.revision or fingerprint(self.path / expert.value for expert in self.configs)
+        return digest(stored, self.added_identities) if self.added else stored
 
     @property
     def weights_identity(self) -> str:
@@ -93,7 +102,7 @@ class Folder(Protocol):
 
     @property
     def added_identities(self) -> list[list[Any]]:
-        return [one.identity for one in self.added]
+        return [lora.identity for lora in self.added]
 
     def latent_shape(self, height: int, width: int, num_frames: int) -> tuple[int, int, int, int]:
         """Return (C, F, H, W) of one sample of the given size in pixels and frames."""

@@ -18,8 +18,8 @@ def add_projections(model: nn.Module, blocks: Iterable[int], width: int) -> None
 
     A linear map without bias that starts as the truncated identity; without weights if the widths are equal.
     """
-    own = _width(model)
-    projection = nn.Identity if own == width else partial(nn.Linear, own, width, bias=False)
+    inputs = _width(model)
+    projection = nn.Identity if inputs == width else partial(nn.Linear, inputs, width, bias=False)
     projections = nn.ModuleDict({str(k): projection() for k in blocks})
     for p in projections.parameters():
         nn.init.eye_(p)

@@ -40,5 +40,4 @@ def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
 
 def parameter_dtype(network: nn.Module | type[nn.Module], name: str, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a parameter in diffusers' from_pretrained: `_keep_in_fp32_modules` stay float32."""
-    kept = {*(network._keep_in_fp32_modules or ())}
-    return torch.float32 if kept & {*name.split(".")} else dtype
+    return torch.float32 if {*(network._keep_in_fp32_modules or ())} & {*name.split(".")} else dtype

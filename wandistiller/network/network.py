@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,9 @@ from wandistiller.network.adapters import BASE_LAYER, Lora, add_lora
 from wandistiller.network.block_source import SOURCE
 from wandistiller.network.blocks import Blocks
 from wandistiller.network.config import NetworkConfig
-from wandistiller.network.heads import PROJECTIONS, add_heads, add_projections, of_made_patches
+from wandistiller.network.heads import add_heads, add_projections, of_made_patches
 from wandistiller.network.names import set_parameter
+from wandistiller.utils.memoize import once_for_each
 from wandistiller.utils.parameter_patterns import any_names
 
 Weights = Iterable[tuple[str, Tensor]]
@@ -107,24 +108,31 @@ class Network:
             base: the network whose weights take the place of all that do not learn, and its source of them.
             computing: left out for a network that is not called.
         """
+        module = self.module
         if trained:
-            set_trained(self.module, trained)
+            module.requires_grad_(True)
+            if trained.lora is not None:
+                add_lora(module, Lora(**trained.lora), trained.seed)
+            for name, parameter in module.named_parameters():
+                parameter.requires_grad_(parameter.requires_grad and not any_names(trained.frozen, name))
+            if trained.compared:
+                add_projections(module, trained.compared, trained.teacher_width)
         if begin:
-            begin(self.module)
+            begin(module)
         if trained and trained.has_heads:  # after the adapters, which freeze what there is
-            add_heads(self.module)
+            add_heads(module)
             self._has_heads = True
         if base:
             self._replace_frozen(base)
         if computing:
             if computing.merges_padding:
-                self.config.merge_text_padding(self.module)
+                self.config.merge_text_padding(module)
             self.ranks = computing.ranks
-            self.config.share_sequences(self.module, computing.ranks)
-            self.config.use_kernels(self.module, computing.kernels)
-            if any(p.requires_grad for p in self.module.parameters()):
+            self.config.share_sequences(module, computing.ranks)
+            self.config.use_kernels(module, computing.kernels)
+            if any(p.requires_grad for p in module.parameters()):
                 parts, copies = self.config.parts, computing.copies
-                self._blocks = Blocks(self.module, parts, computing.recompute, copies=copies)
+                self._blocks = Blocks(module, parts, computing.recompute, copies=copies)
         return self
 
     def _replace_frozen(self, base: "Network") -> None:
@@ -132,8 +140,8 @@ class Network:
         for name, p in list(self.module.named_parameters()):
             if not p.requires_grad:
                 path, _, leaf = name.rpartition(".")
-                module = self.module.get_submodule(path) if path else self.module
-                module._parameters[leaf] = base.module.get_parameter(name.replace(BASE_LAYER, "."))
+                shared = base.module.get_parameter(name.replace(BASE_LAYER, "."))
+                self.module.get_submodule(path)._parameters[leaf] = shared
         self.config.share_tables(self.module, base.module)
         if source := getattr(base.module, SOURCE, None):
             source.serve(self.module)
@@ -161,19 +169,6 @@ class Network:
             prediction = self.predict(replace(state, x_t_BCFHW=x_t_BCFHW), call)
             slope_BCFHW, *_ = torch.autograd.grad(value(prediction), x_t_BCFHW)
         return self.ranks.mean(slope_BCFHW)
-
-
-def set_trained(module: nn.Module, trained: Trained) -> None:
-    """Add adapters and projections, and enable the gradients of what learns."""
-    module.requires_grad_(True)
-    if trained.lora is not None:
-        add_lora(module, Lora(**trained.lora), trained.seed)
-    for name, parameter in module.named_parameters():
-        # peft froze the projections too
-        learns = parameter.requires_grad or name.startswith(PROJECTIONS)
-        parameter.requires_grad_(learns and not any_names(trained.frozen, name))
-    if trained.compared:
-        add_projections(module, trained.compared, trained.teacher_width)
 
 
 class TrainedParts(nn.Module):
@@ -209,3 +204,28 @@ def without_memory(config: NetworkConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield weights of zeros, float32 on the CPU, that take no memory, to be replaced."""
     for name, shape in config.shapes.items():
         yield name, torch.zeros(()).expand(shape)
+
+
+class Parameters(NamedTuple):
+    """Elements of a network's parameters, by name."""
+
+    trained: dict[str, int]
+    frozen: dict[str, int] = {}
+
+    @property
+    def trained_numel(self) -> int:
+        return sum(self.trained.values())
+
+    @property
+    def frozen_numel(self) -> int:
+        return sum(self.frozen.values())
+
+
+@once_for_each
+def parameters_of(config: NetworkConfig, trained: Trained | None) -> Parameters:
+    """Count the parameters of a network, adapters, projections and heads included."""
+    with torch.device("meta"):
+        module = Network.made(config).prepare(trained).module
+    parameters = list(module.named_parameters())
+    learning = {name: p.numel() for name, p in parameters if p.requires_grad and trained}
+    return Parameters(learning, {name: p.numel() for name, p in parameters if name not in learning})

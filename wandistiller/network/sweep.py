@@ -21,8 +21,8 @@ def block_by_block(blocks: Iterable[nn.Module], calls: Sequence[Callable[[], T]]
     """
     if outer := getattr(getcurrent(), "sweep", None):
         return outer.join(calls)
-    if len(calls) == 1:
-        return [calls[0]()]
+    if len(calls) < 2:
+        return [call() for call in calls]
     return _Sweep().run(blocks, calls)
 
 
@@ -37,7 +37,7 @@ class _Sweep:
         """Make the calls; they pause before each of `blocks`."""
         hooks = [block.register_forward_pre_hook(self._pause, prepend=True) for block in blocks]
         try:
-            own = [self._begin(call) for call in calls]
+            begun = [self._begin(call) for call in calls]
             while self._running:
                 for call in list(self._running):
                     self._resume(call)
@@ -46,15 +46,15 @@ class _Sweep:
                 hook.remove()
             for call in self._running:  # after an error; their contexts end too
                 call.throw()
-        return [self._results.pop(call) for call in own]
+        return [self._results.pop(call) for call in begun]
 
     def join(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """Make the calls beside those that run, for one of them, which waits for the results."""
         caller = getcurrent()
-        own = [self._begin(call) for call in calls]  # to its first block, where the caller is
-        while any(call in self._running for call in own):
+        begun = [self._begin(call) for call in calls]  # to its first block, where the caller is
+        while any(call in self._running for call in begun):
             _switched(caller.parent)
-        return [self._results.pop(call) for call in own]
+        return [self._results.pop(call) for call in begun]
 
     def _begin(self, function: Callable[[], T]) -> greenlet:
         call = greenlet(function)
@@ -85,10 +85,6 @@ def _switched(call: greenlet) -> Any:
     torch.set_autocast_enabled(kind, is_autocast)
     torch.set_autocast_dtype(kind, dtype)
     return result
-
-
-def in_turn(_: Iterable[nn.Module], calls: Sequence[Callable[[], T]]) -> list[T]:
-    return [call() for call in calls]
 
 
 def only_here(hook: Callable[..., None]) -> Callable[..., None]:

@@ -82,10 +82,6 @@ class Stored:
     begin: int
     """Bytes from the start of the file."""
 
-    @property
-    def end(self) -> int:
-        return self.begin + self.shape.numel() * self.dtype.itemsize
-
 
 class WeightReader:
     """The tensors of one transformer folder, whether it is one safetensors file or sharded.
@@ -138,9 +134,9 @@ class WeightReader:
         for what, names in (("missing", missing), ("not known to this model", extra)):
             if names:
                 shown = ", ".join(f"`{n}`" for n in sorted(names)[:NAMED])
-                more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+                others = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
                 problems.append(
-                    f"{self.folder}: {len(names)} tensor(s) {what}: {shown}{more}. Its config.json and its "
+                    f"{self.folder}: {len(names)} tensor(s) {what}: {shown}{others}. Its config.json and its "
                     "weights do not belong together, or they are of a wrapped model, of which the network "
                     "itself must be saved. Fetch the folder again."
                 )
@@ -241,5 +237,5 @@ def _header(file: Path) -> dict[str, Stored]:
         if dtype not in DTYPES:
             raise ValueError(f"it holds numbers of type {dtype}; known are {', '.join(DTYPES)}.")
         stored[name] = Stored(file, DTYPES[dtype], torch.Size(shape), begin)
-        begin = stored[name].end
+        begin += prod(shape) * DTYPES[dtype].itemsize
     return stored

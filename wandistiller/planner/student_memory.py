@@ -17,7 +17,7 @@ from wandistiller.engine.zero_memory import (
     round_up,
 )
 from wandistiller.network.names import block_of
-from wandistiller.network.parameters import Parameters
+from wandistiller.network.network import Parameters
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.utils.system_memory import PINNED_ROUNDED
 

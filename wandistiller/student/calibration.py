@@ -37,8 +37,11 @@ class _Sums:
         """Number, sum and sum of squares of the inputs of each module."""
         self.matrices: dict[str, list[Tensor]] = {}
         """Number of vectors of a stream, and the sum of their outer products."""
+        self._kinds = {"vectors": self.vectors, "matrices": self.matrices}
 
     def add_vectors(self, name: str, x_TD: Tensor) -> None:
+        if name == TEXT_READER:  # its inputs are a stream, too
+            self.add_products("text", x_TD.float())
         x_TD = x_TD.double()
         _add(self.vectors, name, x_TD.new_tensor(len(x_TD)), x_TD.sum(0), x_TD.square().sum(0))
 
@@ -59,10 +62,9 @@ class _Sums:
 
     def tensors(self, calls: int) -> dict[str, Tensor]:
         """Return the sums after a number of calls, by names for a file."""
-        kinds = {"vectors": self.vectors, "matrices": self.matrices}
         named = {
             f"{kind}/{name}/{i}": total
-            for kind, sums in kinds.items()
+            for kind, sums in self._kinds.items()
             for name, totals in sums.items()
             for i, total in enumerate(totals)
         }
@@ -72,8 +74,7 @@ class _Sums:
         """Take the sums of a file; return the calls that they are of, 0 without any."""
         for key in sorted(tensors.keys() - {CALLS}):  # so that the parts of a sum are in order
             kind, name, _ = key.split("/")
-            sums = self.vectors if kind == "vectors" else self.matrices
-            sums.setdefault(name, []).append(tensors[key])
+            self._kinds[kind].setdefault(name, []).append(tensors[key])
         return int(tensors[CALLS]) if tensors else 0
 
 
@@ -136,13 +137,6 @@ def _adder(sums: _Sums, name: str, module: nn.Module) -> Callable[[Tensor], None
     if (reads_stream or name == IMAGE_NORM) and not isinstance(module, nn.Identity):
         of = "stream" if reads_stream else "image"
         return lambda x_TD: sums.add_products(of, F.layer_norm(x_TD.float(), x_TD.shape[-1:]))
-    if name == TEXT_READER:
-
-        def add_both(x_TD: Tensor) -> None:
-            sums.add_vectors(name, x_TD)
-            sums.add_products("text", x_TD.float())
-
-        return add_both
     if isinstance(module, nn.Linear | nn.SiLU) or leaf in NORMED:
         return lambda x_TD: sums.add_vectors(name, x_TD)
     return None
@@ -177,11 +171,12 @@ def calibration_batches(
         numbers = [i for i in range(count) if expert_at(sigmas[i], schedule.boundary) is expert]
         for first in range(0, len(numbers), batch_size):
             index_B = numbers[first : first + batch_size]
-            x0_BCFHW, given = data.examples(index_B)
-            text_BLD = padded(given.text_BLD, TEXT_TOKENS)  # moments of all rows, merged or not
-            given = replace(given, text_BLD=text_BLD)
+            x0_BCFHW, conditioning = data.examples(index_B)
+            text_BLD = padded(conditioning.text_BLD, TEXT_TOKENS)  # moments of all rows, merged or not
+            conditioning = replace(conditioning, text_BLD=text_BLD)
             keys = [(schedule.seed, "probe", i) for i in index_B]
-            batches.append(with_noise(x0_BCFHW, given, expert, [sigmas[i] for i in index_B], keys))
+            sigma_B = [sigmas[i] for i in index_B]
+            batches.append(with_noise(x0_BCFHW, conditioning, expert, sigma_B, keys))
     return batches
 
 

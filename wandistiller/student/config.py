@@ -78,15 +78,14 @@ def read_student_config(
             raise ConfigError(f'{where}: "init" names a folder, which fixes the architecture. {remedy}')
         values = trained.raw if trained else _read_config(where, student)
     else:
-        given = {k: getattr(student, k) for k in SIZE_KEYS if getattr(student, k) is not None}
+        sizes = {k: getattr(student, k) for k in SIZE_KEYS if getattr(student, k) is not None}
         if isinstance(student.keep_layers, list):
-            given["num_layers"] = len(student.keep_layers)
-        values = folder.config.raw | given
+            sizes["num_layers"] = len(student.keep_layers)
+        values = folder.config.raw | sizes
         if folder.config.image_dim:
             values["added_kv_proj_dim"] = values["num_attention_heads"] * values["attention_head_dim"]
     source = f"{where}: {student.init}" if own_folder else where
-    problems = part_problems("transformer", PartConfig(source, values))
-    if problems:
+    if problems := part_problems("transformer", PartConfig(source, values)):
         raise ConfigError(*problems)
     config = replace(TransformerConfig.of(values), expands_time=folder.config.expands_time)
     problems = _shape_problems(where, student, config, folder)
@@ -128,8 +127,7 @@ def _shape_problems(
     where: str, student: StudentConfig, config: TransformerConfig, folder: Folder
 ) -> list[str]:
     """Sizes that do not fit the teacher's."""
-    teacher, heads = folder.config, student.num_attention_heads
-    problems = []
+    teacher, problems = folder.config, []
     for key in ("in_channels", "out_channels", "text_dim", "patch_size", "image_dim", "pos_embed_seq_len"):
         if getattr(config, key) != (expected := getattr(teacher, key)):
             remedy = f"The teacher has {expected}; a student must take and give the same."
@@ -137,9 +135,9 @@ def _shape_problems(
     problems += _needless_problems(where, student)
     if student.init == "teacher":
         for key in SIZE_KEYS:
-            if (own := getattr(config, key)) > (most := getattr(teacher, key)):
+            if (size := getattr(config, key)) > (most := getattr(teacher, key)):
                 remedy = f'{folder.name} has {most}. Write at most that, or "init": "random".'
-                problems.append(problem(where, key, own, remedy))
+                problems.append(problem(where, key, size, remedy))
         old, new = teacher.attention_head_dim, config.attention_head_dim
         if not (problems or fits_rope(old, new)):
             fitting = [n for n in range(2, old + 1, 2) if fits_rope(old, n)]
@@ -149,9 +147,6 @@ def _shape_problems(
         if heads_of(config) != heads_of(teacher) and not teacher.cross_attn_norm:
             remedy = "Only teachers with it can be made narrower; leave the heads alone."
             problems.append(problem(folder.name, "cross_attn_norm", False, remedy))
-    elif heads and student.attention_head_dim is None and (of := teacher.num_attention_heads) % heads:
-        remedy = f"It does not divide the teacher's {of}. Write a divisor, or give attention_head_dim too."
-        problems.append(problem(where, "num_attention_heads", heads, remedy))
     return problems
 
 
@@ -162,8 +157,8 @@ def _needless_problems(where: str, student: StudentConfig) -> list[str]:
     if student.init == "teacher":
         one_each = "Each of two experts starts from its own; leave it out."
         reasons = {"from_expert": one_each} if student.experts == "two" else {}
-    given, usual = asdict(student), asdict(StudentConfig())
-    return [problem(where, k, given[k], why) for k, why in reasons.items() if given[k] != usual[k]]
+    values, usual = asdict(student), asdict(StudentConfig())
+    return [problem(where, k, values[k], why) for k, why in reasons.items() if values[k] != usual[k]]
 
 
 def _read_config(where: str, student: StudentConfig) -> dict[str, Any]:
@@ -191,7 +186,7 @@ def transformer_folder(init: str, expert: Expert) -> Path:
 
 def kept_layers(student: StudentConfig, config: TransformerConfig, folder: Folder) -> list[int]:
     """Return for each student layer the teacher layer that it is copied from."""
-    layers, kept = folder.config.num_layers, config.num_layers
+    layers, keep = folder.config.num_layers, config.num_layers
     if isinstance(student.keep_layers, list):
         return student.keep_layers
     if student.keep_layers == IMPORTANCE:
@@ -199,9 +194,9 @@ def kept_layers(student: StudentConfig, config: TransformerConfig, folder: Folde
             "Layers are chosen by importance only after calibration: call `Job.with_layers` first."
         )
     if student.keep_layers == "ends":
-        first = (kept + 1) // 2
-        return [*range(first), *range(layers - (kept - first), layers)]
-    return [0] if kept == 1 else [round(i * (layers - 1) / (kept - 1)) for i in range(kept)]
+        first = (keep + 1) // 2
+        return [*range(first), *range(layers - (keep - first), layers)]
+    return [0] if keep == 1 else [round(i * (layers - 1) / (keep - 1)) for i in range(keep)]
 
 
 def source_experts(student: StudentConfig, folder: Folder, expert: Expert) -> list[Expert]:
@@ -213,13 +208,13 @@ def source_experts(student: StudentConfig, folder: Folder, expert: Expert) -> li
     return list(Expert) if student.from_expert == "average" else [Expert.of_key(student.from_expert)]
 
 
-def teacher_block_of(kept: list[int], layers: int) -> list[int]:
-    """Return for each student block the last teacher block that it replaces: the one before the next kept.
+def teacher_block_of(copied: list[int], layers: int) -> list[int]:
+    """Return for each student block the last teacher block that it replaces: the one before the next copied.
 
     Feature matching compares with its output. Source: BK-SDM, Kim et al. 2023, arXiv:2305.15798.
     """
     # a student of more layers may have the first twice
-    return [*(max(0, k - 1) for k in kept[1:]), layers - 1]
+    return [*(max(0, k - 1) for k in copied[1:]), layers - 1]
 
 
 def lineage(student: StudentConfig, config: TransformerConfig, folder: Folder) -> list[int]:

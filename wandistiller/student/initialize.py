@@ -77,11 +77,7 @@ def copied_weights(folder: Folder, expert: Expert) -> Iterator[tuple[str, Tensor
 
 
 def plan_cuts(
-    student: StudentConfig,
-    config: NetworkConfig,
-    folder: Folder,
-    expert: Expert,
-    stats: CalibrationStats,
+    student: StudentConfig, config: NetworkConfig, folder: Folder, expert: Expert, stats: CalibrationStats
 ) -> WidthSlicer:
     """Choose the cut of one of the student's networks from the teacher's activation statistics."""
     blocks, weights = kept_layers(student, config, folder), _Weights(student, folder, expert)

@@ -80,6 +80,6 @@ def _skipped(teacher: Teacher, blocks: set[int]) -> Iterator[None]:
 
 def write_importance(folder: Path, rounds: list[dict[int, float]], experts: Iterable[Expert]) -> None:
     """Write importance.json, which `wandistiller report` charts, into `folder`."""
-    kept = list(rounds[-1])
-    measured = {"experts": [e.value for e in experts], "relative_error_without": rounds, "kept": kept}
+    measured = {"experts": [e.value for e in experts], "relative_error_without": rounds}
+    measured["kept"] = list(rounds[-1])
     write_json(folder / "importance.json", measured)

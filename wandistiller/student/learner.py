@@ -1,4 +1,4 @@
-"""A network in training, the student or its critic: DeepSpeed engines, one per expert."""
+"""A network in training, the student or its critic: DeepSpeed engines, one per expert, and their averages."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.fetch_pace import pace_fetches
 from wandistiller.engine.monitors import Monitors, without_monitors
 from wandistiller.engine.nvcc import with_fused_adam
-from wandistiller.engine.optimizer_state import WEIGHTS, MasterWeights
+from wandistiller.engine.optimizer_state import WEIGHTS, MasterWeights, Partition
 from wandistiller.engine.workarounds import (
     leave_out_reduction_of_one_rank,
     may_lower_loss_scale,
@@ -30,7 +30,6 @@ from wandistiller.engine.workarounds import (
 )
 from wandistiller.experts import Expert
 from wandistiller.network.network import Network
-from wandistiller.student.ema import Ema
 from wandistiller.student.trainable import parameter_groups
 
 
@@ -72,17 +71,14 @@ class Learner:
         first, *_ = self.engines.values()
         self._uncounted = {e: uncounted(engine, engine.module) for e, engine in self.engines.items()}
         self._uncounted |= {e: uncounted(first, network.module) for e, network in self._frozen.items()}
-        self._hook_optimizers()
-        averaged = {} if ema is None else self.trained
-        self._lr, self._may_lower_scale = 0.0, False
-        self.averages = {expert: Ema(trained, ema, ema_start) for expert, trained in averaged.items()}
-
-    def _hook_optimizers(self) -> None:
-        optimizers = {id(o): o for t in self.trained.values() for o in map(t.optimizer, t.flats)}
         self._meanwhile: Callable[[], None] | None = None
+        optimizers = {id(o): o for t in self.trained.values() for o in map(t.optimizer, t.flats)}
         for optimizer in optimizers.values():
             share_adam_s_time(optimizer)
             optimizer.register_step_pre_hook(self._before_optimizer)
+        averaged = {} if ema is None else self.trained
+        self._lr, self._may_lower_scale = 0.0, False
+        self.averages = {expert: Ema(trained, ema, ema_start) for expert, trained in averaged.items()}
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -192,12 +188,38 @@ class Learner:
         return self.networks[expert].predict(batch, call)
 
 
-def _engine(
-    network: Network,
-    config: EngineConfig,
-    learning_rates: dict[str, float],
-    name: str,
-) -> Any:
+class Ema:
+    """average <- decay average + (1 - decay) weights after each update of one engine, in float32.
+
+    Each rank averages its own partition of the float32 master weights, on their device: 4 bytes a parameter,
+    in addition to Adam's 12 and the weights themselves. Source of the formula: Polyak and Juditsky 1992.
+    """
+
+    def __init__(self, trained: MasterWeights, decay: float, start: int):
+        """Begin with a copy of the weights.
+
+        Args:
+            start: finished steps of the run up to which the average equals the weights.
+        """
+        self._trained, self._decay, self._start = trained, decay, start
+        self._average = [self._weights(flat).float().clone() for flat in trained.flats]
+
+    def _weights(self, flat: Partition) -> Tensor:
+        return self._trained.tensors(flat)[WEIGHTS]
+
+    @torch.no_grad()
+    def update(self, done: int) -> None:
+        """Add the weights after `done` steps of the run; a step that the engine skipped changes nothing."""
+        if not self._trained.engine.was_step_applied():  # gradients that were not finite
+            return
+        for average, flat in zip(self._average, self._trained.flats, strict=True):
+            average.lerp_(self._weights(flat).float(), 1 - self._decay if done > self._start else 1.0)
+
+    def of(self, flat: Partition) -> Tensor:
+        return self._average[flat.number]
+
+
+def _engine(network: Network, config: EngineConfig, learning_rates: dict[str, float], name: str) -> Any:
     model = network.trained
     groups, config = parameter_groups(model, learning_rates, with_fused_adam(config))
     config = without_empty_buckets(config, sum(p.numel() for p in model.parameters() if p.requires_grad))

@@ -42,11 +42,7 @@ class CalibrationStats:
 
 
 def plan(
-    config: NetworkConfig,
-    teacher: NetworkConfig,
-    blocks: list[int],
-    stats: CalibrationStats,
-    read: Read,
+    config: NetworkConfig, teacher: NetworkConfig, blocks: list[int], stats: CalibrationStats, read: Read
 ) -> WidthSlicer:
     """Choose the cut of a student of `config` from the teacher: by the strongest activations everywhere.
 
@@ -62,15 +58,11 @@ def plan(
         signs_d = directions_DD.gather(0, directions_DD.abs().argmax(0, keepdim=True)).sign()
         axes["text"] = Subspace((directions_DD * signs_d).float())  # signs are equal on all machines
         if stats.image_DD is not None:
-            readers = [
-                in_block(i, f"{structure.ATTENTIONS[1]}.{name}")
-                for i in blocks
-                for name in structure.IMAGE_MAPS
-            ]
-            score_D = torch.stack([_scores_of(stats, read, name) for name in readers]).sum(0)
-            axes["image"] = _of_norm(stats.image_DD, _strongest(score_D, width))
+            readers = [f"{structure.ATTENTIONS[1]}.{name}" for name in structure.IMAGE_MAPS]
+            scores = [_scores(stats, read, in_block(i, name)) for i in blocks for name in readers]
+            axes["image"] = _of_norm(stats.image_DD, _strongest(torch.stack(scores).sum(0), width))
         for axis in ("time", "words"):
-            axes[axis] = Subspace(_strongest(_scores(stats, read, axis), width))
+            axes[axis] = Subspace(_strongest(_scores(stats, read, structure.reader_of(axis)), width))
         axes["temb"] = axes["stream"]
         for i in blocks:
             for attention in structure.ATTENTIONS:
@@ -78,17 +70,13 @@ def plan(
     if config.ffn_dim != teacher.ffn_dim:
         for i in blocks:
             axis = in_block(i, structure.FEED_FORWARD)
-            axes[axis] = Subspace(_strongest(_scores(stats, read, axis), config.ffn_dim))
+            score_U = _scores(stats, read, structure.reader_of(axis))
+            axes[axis] = Subspace(_strongest(score_U, config.ffn_dim))
     return WidthSlicer(axes, {name: moments.mean_D for name, moments in stats.moments.items()})
 
 
-def _scores(stats: CalibrationStats, read: Read, axis: str) -> Tensor:
-    """Importance of each unit of an axis: the squared norm of what reads it, times its mean square."""
-    return _scores_of(stats, read, structure.reader_of(axis))
-
-
-def _scores_of(stats: CalibrationStats, read: Read, name: str) -> Tensor:
-    """The same of each input of a linear map."""
+def _scores(stats: CalibrationStats, read: Read, name: str) -> Tensor:
+    """Importance of each input of a linear map: the squared norm of what reads it, times its mean square."""
     return read(f"{name}.weight").square().sum(0) * stats.moments[name].square_D
 
 
@@ -109,7 +97,8 @@ def _attention(
 ) -> dict[str, Subspace]:
     """Axes of the strongest heads; within each, rope's pairs for queries and keys, the strongest values."""
     old = teacher.attention_head_dim
-    score_HE = _scores(stats, read, f"{name}.{structure.VALUES}").view(-1, old)
+    reader = structure.reader_of(f"{name}.{structure.VALUES}")
+    score_HE = _scores(stats, read, reader).view(-1, old)
     kept_H = _strongest(score_HE.sum(1), heads)
     within_E = torch.tensor(rope_units(old, head_dim))
     values = [h * old + _strongest(score_HE[h], head_dim) for h in kept_H.tolist()]
@@ -148,11 +137,11 @@ def rope_units(old: int, new: int) -> list[int]:
     least sum of squared differences of log frequency.
     """
     before, after = rope_pairs(old), rope_pairs(new)
-    kept = []
+    pairs = []
     for axis in "thw":
         have = [(i, f) for i, (a, f) in enumerate(before) if a == axis]
-        kept += _nearest_rising(have, [f for a, f in after if a == axis])
-    return [unit for pair in kept for unit in (2 * pair, 2 * pair + 1)]
+        pairs += _nearest_rising(have, [f for a, f in after if a == axis])
+    return [unit for pair in pairs for unit in (2 * pair, 2 * pair + 1)]
 
 
 def _nearest_rising(have: list[tuple[int, float]], want: list[float]) -> list[int]:

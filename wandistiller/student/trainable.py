@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from wandistiller.engine.engine_config import EngineConfig
-from wandistiller.network.adapters import Lora, linear_layers, lora_problems
+from wandistiller.network.adapters import Lora, lora_problems, target_layers
 from wandistiller.network.config import NetworkConfig
 from wandistiller.network.heads import PROJECTIONS
 from wandistiller.utils.errors import RECIPE, Problem, problem
@@ -31,11 +31,6 @@ def tuning_problems(
         problems.append(problem("recipe", "frozen", run.frozen, "Nothing is left to train; remove a part."))
     unknown = unknown_parts("recipe", "learning_rates", run.learning_rates or (), [*names, PROJECTIONS])
     problems += unknown or _untrained_problems(run, config, projects=projects)
-    for part in run.learning_rates if run.frozen and run.learning_rates else ():
-        named = [name for name in names if part != "*" and any_names([part], name)]
-        if named and all(any_names(run.frozen, name) for name in named):
-            remedy = f"`frozen` is {run.frozen} and names all of it. Keep one."
-            problems.append(problem("recipe", "learning_rates", part, remedy))
     if run.learning_rates and "lr" not in engine.section("optimizer.params"):
         lacking = "which the student's JSON lacks. Write it."
         text = f"`learning_rates` are factors of `optimizer.params.lr`, {lacking}"
@@ -55,11 +50,9 @@ def _untrained_problems(run: Any, config: NetworkConfig, *, projects: bool) -> l
     """List the parts in `learning_rates` that the student has, but without a weight that is trained."""
     names, why = list(config.numels), ""
     if run.learning_rates and run.lora is not None:
-        targets = Lora(**run.lora).targets
-        layers = linear_layers(config.meta())
-        layers = [layer for layer in layers if any_names(targets, layer)]
-        names = [f"{layer}.lora_{one}.default.weight" for layer in layers for one in "AB"]  # peft 0.21
-        remedy = f"write a layer that has some, such as `{targets[0]}`, or leave it out."
+        layers = target_layers(lora := Lora(**run.lora), config)
+        names = [f"{layer}.lora_{side}.default.weight" for layer in layers for side in "AB"]  # peft 0.21
+        remedy = f"write a layer that has some, such as `{lora.targets[0]}`, or leave it out."
         why = f"`lora` trains adapters alone: {remedy}"
     names += [PROJECTIONS] * projects
     none = "There are none: `feature` has them for a student of another width than its teacher. Leave it out."

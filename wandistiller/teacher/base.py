@@ -13,7 +13,7 @@ from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.experts import Expert
 from wandistiller.network.network import Network
-from wandistiller.network.sweep import block_by_block, in_turn, only_here
+from wandistiller.network.sweep import block_by_block, only_here
 
 
 class Teacher(Protocol):
@@ -48,24 +48,22 @@ class LocalTeacher(Teacher):
 
     @torch.no_grad()
     def predict_all(self, batches: Sequence[State], blocks: tuple[int, ...]) -> list[Prediction]:
-        run, made = block_by_block if self.sweeps else in_turn, {}
+        made: dict[int, Prediction] = {}
         for network in dict.fromkeys(self.experts.values()):
-            own = {i: b for i, b in enumerate(batches) if self.experts[b.expert] is network}
-            if own:
-                calls = [partial(self._predict, network, batch, blocks) for batch in own.values()]
-                made |= zip(own, run(network.blocks, calls), strict=True)
+            numbers = [i for i, batch in enumerate(batches) if self.experts[batch.expert] is network]
+            calls = [partial(self._predict, network, batches[i], blocks) for i in numbers]
+            results = block_by_block(network.blocks, calls) if self.sweeps else [call() for call in calls]
+            made |= zip(numbers, results, strict=True)
         return [made[i] for i in range(len(batches))]
 
     def _predict(self, network: Network, batch: State, blocks: tuple[int, ...]) -> Prediction:
         home = batch.x_t_BCFHW.device
         there = batch.with_tensors([t.to(self.device or home) for t in batch.tensors()])
         features: dict[int, Tensor] = {}
-        hooks = [
-            network.blocks[k].register_forward_hook(
-                only_here(lambda *args, k=k: features.update({k: args[-1].to(home)}))
-            )
-            for k in blocks
-        ]
+        hooks = []
+        for k in blocks:
+            store = only_here(lambda *args, k=k: features.update({k: args[-1].to(home)}))
+            hooks.append(network.blocks[k].register_forward_hook(store))
         try:
             return Prediction(network.velocity(there).to(home), features)
         finally:
@@ -115,9 +113,10 @@ class GuidedTeacher(Teacher):
         rows = max(null_1LD.shape[1], given_BLD.shape[1])
         text_BLD = padded(given_BLD, rows)
         null_BLD = padded(null_1LD, rows).expand_as(text_BLD).contiguous()
-        branches = {"text": text_BLD, "null": null_BLD}
-        others = {name: replace(batch.conditioning, text_BLD=t) for name, t in branches.items()}
-        return {name: replace(batch, conditioning=one) for name, one in others.items()}
+        return {
+            name: replace(batch, conditioning=replace(batch.conditioning, text_BLD=t_BLD))
+            for name, t_BLD in (("text", text_BLD), ("null", null_BLD))
+        }
 
     def _guided(self, expert: Expert, branches: dict[str, Prediction]) -> Prediction:
         text = branches["text"]
@@ -167,10 +166,10 @@ def without_guidance(teacher: Teacher) -> Teacher:
 
 
 def local_networks(teacher: Teacher) -> dict[Expert, Network]:
-    """The networks of a teacher without guidance that are on this rank; none where another rank owns them."""
-    if isinstance(teacher, OwnerTeacher):
-        return local_networks(teacher.inner) if teacher.inner else {}
-    return teacher.experts if isinstance(teacher, LocalTeacher) else {}
+    """The networks of a teacher that are on this rank; none where another rank owns them."""
+    if isinstance(teacher, LocalTeacher):
+        return teacher.experts
+    return local_networks(teacher.inner) if getattr(teacher, "inner", None) else {}
 
 
 def owner_rank(teacher: Teacher) -> int:
@@ -180,5 +179,4 @@ def owner_rank(teacher: Teacher) -> int:
 
 def local_modules(teacher: Teacher) -> list[nn.Module]:
     """The modules on this rank of any teacher, each once."""
-    networks = local_networks(without_guidance(teacher)).values()
-    return [network.module for network in dict.fromkeys(networks)]
+    return [network.module for network in dict.fromkeys(local_networks(teacher).values())]

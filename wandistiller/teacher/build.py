@@ -18,7 +18,7 @@ from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, Own
 from wandistiller.teacher.disk_blocks import Slots, read_by_block
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.utils.errors import ConfigError
-from wandistiller.wan.sound_weights import zero_problems
+from wandistiller.wan.checks import zero_problems
 
 
 def build_teacher(
@@ -32,8 +32,7 @@ def build_teacher(
     """Load every expert of `folder` to its placement. Collective.
 
     Args:
-        merges_padding: compute cross-attention to a prompt's padding once.
-        ranks: those that share its samples.
+        merges_padding, ranks: as in `Computing`.
 
     Raises:
         ConfigError: on every rank, if weights could not be read or are not finite on any.
@@ -55,8 +54,8 @@ def build_teacher(
         raise ConfigError(*problems)
     teacher = None
     if here:
-        own = ranks if owner is None else ALONE
-        teacher = _around(folder, modules, placement, guidance, placement.sweeps, merges_padding, own)
+        sharers = ranks if owner is None else ALONE
+        teacher = _around(folder, modules, placement, guidance, placement.sweeps, merges_padding, sharers)
     return teacher if owner is None else OwnerTeacher(teacher, owner, peers, ranks)
 
 
@@ -105,8 +104,8 @@ def _around(
         e: Network(module.eval(), folder.configs[e]).prepare(computing=computing)
         for e, module in modules.items()
     }
-    one, *_ = networks.values()
-    teacher = LocalTeacher({e: networks.get(e, one) for e in Expert}, _device(placement), sweeps=sweeps)
+    first, *_ = networks.values()
+    teacher = LocalTeacher({e: networks.get(e, first) for e in Expert}, _device(placement), sweeps=sweeps)
     if not guidance:
         return teacher
     # its text stays where the batches are, instead of going there at each call

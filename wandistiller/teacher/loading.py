@@ -68,12 +68,17 @@ def load_sharded(
     Mixed dtypes as in `load_whole`, so the result is bit-equal to diffusers' own.
     """
     model, home = config.meta(device), InitWithoutBroadcast(engine, dtype, peers)
-    arena = _host_arena(model, engine, dtype, home.dp_world_size)
+    # all of a rank's weights in CPU memory as one: DeepSpeed pins part by part, and torch's pinned allocator
+    # rounds each up to a power of two (torch 2.13), 1.8 times the memory for Wan's feed-forward layers
+    parts = (p.new_empty(-(-p.numel() // home.dp_world_size)) for _, p in parameters_of(model, dtype))
+    arena = Arena(sum(map(_aligned, parts)))  # unused pages take no memory
+    if engine.weights_on == "cpu" and engine.offload("param").get("pin_memory", False):
+        arena.lock()
     for name, meta in one_by_one(dict(parameters_of(model, dtype)), reader):
         if home.swaps(meta):
             # memory of its own is given back to the system at once, and untouched pages take none
-            value, own = Arena(_aligned(meta)).take(meta), home.part(meta)
-            reader.read(name, value.view(-1)[own], own.start)
+            value, elements = Arena(_aligned(meta)).take(meta), home.part(meta)
+            reader.read(name, value.view(-1)[elements], elements.start)
             set_parameter(model, name, value)
             home.split(model.get_parameter(name))
         else:
@@ -86,17 +91,9 @@ def load_sharded(
 
 
 def load_shared(
-    reader: WeightReader,
-    config: NetworkConfig,
-    dtype: torch.dtype,
-    peers: list[int],
-    weights: Weights = None,
+    reader: WeightReader, config: NetworkConfig, dtype: torch.dtype, peers: list[int], weights: Weights = None
 ) -> nn.Module:
-    """Load to CPU memory that `peers`, this node's ranks, share; each reads its part. Collective.
-
-    Args:
-        weights: format of the blocks' linear layers.
-    """
+    """Load to CPU memory that `peers`, this node's ranks, share; each reads its part. Collective."""
     model, share = config.meta(), (peers.index(collectives.rank()), len(peers))
     parameters = stored_weights_of(model, dtype, weights, len(peers))
     arena = Arena(sum(_aligned(piece) for weight in parameters.values() for piece in weight.pieces), peers)
@@ -126,18 +123,18 @@ def load_streamed(
     """
     model, share = config.meta(device), (peers.index(collectives.rank()), len(peers))
     parameters = stored_weights_of(model, dtype, weights, len(peers))
-    places, sizes = {}, Counter()
+    offsets_of, sizes = {}, Counter()
     for name, weight in parameters.items():
         for piece in weight.pieces if is_in_block(name) else ():
-            places.setdefault(name, []).append(sizes[block_of(name)])
+            offsets_of.setdefault(name, []).append(sizes[block_of(name)])
             sizes[block_of(name)] += _aligned(piece)
     arena = Arena(sizes.total(), peers)
     arena.lock()
     stored = {b: arena.take(torch.empty(n, dtype=torch.uint8, device="meta")) for b, n in sizes.items()}
     buffer_of = {b: buffers.tensors[number % BUFFERS] for number, b in enumerate(sizes)}
     for name, weight in one_by_one(parameters, reader):
-        if name in places:
-            block, offsets = block_of(name), places[name]
+        if name in offsets_of:
+            block, offsets = block_of(name), offsets_of[name]
             weight.read(reader, name, _pieces(stored[block], offsets, weight.pieces), share, device)
             pieces = _pieces(buffer_of[block], offsets, weight.pieces)
         else:
@@ -151,8 +148,8 @@ def load_streamed(
 
 def _pieces(flat: Tensor, offsets: list[int], likes: list[Tensor]) -> list[Tensor]:
     """The parts of `flat`, bytes, that begin at `offsets`, as tensors of these shapes and dtypes."""
-    places = zip(offsets, likes, strict=True)
-    return [flat[offset : offset + t.nbytes].view(t.dtype).view(t.shape) for offset, t in places]
+    pairs = zip(offsets, likes, strict=True)
+    return [flat[offset : offset + t.nbytes].view(t.dtype).view(t.shape) for offset, t in pairs]
 
 
 def one_by_one(
@@ -181,7 +178,7 @@ class InitWithoutBroadcast(deepspeed.zero.Init):
 
     def __init__(self, engine: EngineConfig, dtype: torch.dtype, peers: list[int] | None):
         zero = engine.section("zero_optimization")
-        if engine.weights_on == "cpu":  # `_host_arena` is pinned whole
+        if engine.weights_on == "cpu":  # its memory is pinned in `load_sharded`
             zero = zero | {"offload_param": zero["offload_param"] | {"pin_memory": False}}
         # without fp16 on the accelerator its argument `dtype` is ignored, the sections not (deepspeed 0.19.8)
         sections = {"bf16": {"enabled": dtype is torch.bfloat16}, "fp16": {"enabled": dtype is torch.float16}}
@@ -212,8 +209,8 @@ class InitWithoutBroadcast(deepspeed.zero.Init):
     def keep(self, parameter: nn.Parameter, arena: "Arena") -> Tensor:
         """Make a parameter of which only this rank's part ever exists; return that, to be filled."""
         self._convert_to_deepspeed_param(parameter)
-        own = self.part(parameter)
-        like = torch.empty(own.stop - own.start, dtype=parameter.dtype, device="meta")
+        numel = -(-parameter.numel() // self.dp_world_size)
+        like = torch.empty(numel, dtype=parameter.dtype, device="meta")
         away = self.remote_device in ("cpu", "nvme") and not parameter.ds_persist
         in_host = away or self.local_device.type == "cpu"
         part = arena.take(like) if in_host else torch.empty_like(like, device=self.local_device)
@@ -221,18 +218,6 @@ class InitWithoutBroadcast(deepspeed.zero.Init):
         parameter.ds_tensor, parameter.ds_numel_aligned = part, len(part) * self.dp_world_size
         parameter.partition()  # finds that it has been cut
         return part
-
-
-def _host_arena(model: nn.Module, engine: EngineConfig, dtype: torch.dtype, ranks: int) -> "Arena":
-    """One block for a rank's weights in CPU memory, of their exact size, page-locked if the JSON says so.
-
-    DeepSpeed pins part by part, and torch's pinned allocator rounds each up to a power of two (torch 2.13):
-    1.8 times the memory for Wan's feed-forward layers. Unused pages take no memory.
-    """
-    arena = Arena(sum(_aligned(p.new_empty(-(-p.numel() // ranks))) for _, p in parameters_of(model, dtype)))
-    if engine.weights_on == "cpu" and engine.offload("param").get("pin_memory", False):
-        arena.lock()
-    return arena
 
 
 class Arena:

@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from wandistiller.engine.ds_json import DeepSpeedJson
 from wandistiller.engine.ds_schema import BLOCK
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.network.names import is_in_block
@@ -74,13 +73,6 @@ def unpacked_until_backward(n: int, weights: Weights, item: int) -> int:
     nf4 is unpacked anew in the backward pass.
     """
     return 0 if weights == "nf4" else n * item
-
-
-def weights_problems(engine: DeepSpeedJson, weights: Weights) -> list[str]:
-    if weights not in ("int8", "nf4") or engine.section("fp16").get("enabled") is not True:
-        return []
-    # int8: inputs times up to 127, before the scale; nf4: 128 / the range of its scales (torchao 0.18)
-    return [engine.problem(KEY, weights, "Its numbers overflow in fp16: write bf16, or the weights float8.")]
 
 
 def missing_problems(engine: EngineConfig, weights: Weights) -> list[str]:

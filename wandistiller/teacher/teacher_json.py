@@ -81,15 +81,15 @@ def read_placement(json: DeepSpeedJson, world: int = 1) -> Placement:
 
 
 def _block_problems(json: DeepSpeedJson, world: int) -> list[str]:
-    own = {name: placement.keys() for name, placement in placements().items()}
-    types: dict[str, Any] = {"placement": Literal[tuple(own)], SHORT_NAME: Text}
-    for settings in own.values():
+    keys_of = {name: placement.keys() for name, placement in placements().items()}
+    types: dict[str, Any] = {"placement": Literal[tuple(keys_of)], SHORT_NAME: Text}
+    for settings in keys_of.values():
         types |= settings
-    problems, block = check(json.where, given := json.raw.get(BLOCK, {}), types, f"{BLOCK}.")
-    if isinstance(given, dict) and "placement" in given and "placement" not in block:
+    problems, block = check(json.where, written := json.raw.get(BLOCK, {}), types, f"{BLOCK}.")
+    if isinstance(written, dict) and "placement" in written and "placement" not in block:
         return problems  # the meaning of the other keys depends on it
     name, _ = block.pop("placement", "engine"), block.pop(SHORT_NAME, None)
-    for key in sorted(block.keys() - own[name].keys()):
+    for key in sorted(block.keys() - keys_of[name].keys()):
         text = f"It means nothing for the placement {name}; remove it."
         problems.append(json.problem(f"{BLOCK}.{key}", block.pop(key), text))
     placement = placements()[name](engine=EngineConfig(json.where, json.raw), **block)

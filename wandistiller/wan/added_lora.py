@@ -52,7 +52,7 @@ class AddedLora:
         return [self.digest, self.strength, self.said and self.said.key]
 
 
-def read_added(where: str, key: str, given: Any) -> list[AddedLora]:
+def read_added(where: str, key: str, value: Any) -> list[AddedLora]:
     """Check a setting, which is one of these or a list of such.
 
     A file, with `high_noise=`, `low_noise=` or `both=` before it where it is for an expert; an object of
@@ -62,35 +62,35 @@ def read_added(where: str, key: str, given: Any) -> list[AddedLora]:
         ConfigError: with every problem.
     """
     problems, added = [], []
-    for number, one in enumerate(given if isinstance(given, list) else [given]):
-        name = f"{key}.{number}." if isinstance(given, list) else f"{key}."
-        if isinstance(one, dict) and one.keys() & {*SIDES}:
-            found, good = check(where, one, dict.fromkeys(SIDES, Text), name)
-            several = [{"file": file, "expert": side} for side, file in good.items()]
+    for number, item in enumerate(value if isinstance(value, list) else [value]):
+        name = f"{key}.{number}." if isinstance(value, list) else f"{key}."
+        if isinstance(item, dict) and item.keys() & {*SIDES}:
+            wrong, good = check(where, item, dict.fromkeys(SIDES, Text), name)
+            loras = [{"file": file, "expert": side} for side, file in good.items()]
         else:
-            one = {"file": one} if isinstance(one, str) else one
-            found, good = check(where, one, types_of(AddedLora), name)
+            item = {"file": item} if isinstance(item, str) else item
+            wrong, good = check(where, item, types_of(AddedLora), name)
             side, good["file"] = split_side(good.get("file", ""))
-            several = [good | ({"expert": side} if side else {})]
-            if not found and not good["file"]:
+            loras = [good | ({"expert": side} if side else {})]
+            if not wrong and not good["file"]:
                 text = f"`{name}file` is missing. Write the name of a LoRA file."
-                found = [Problem(text, where, f"{name}file")]
-        problems += found
-        added += [] if found else [AddedLora(**one) for one in several]
+                wrong = [Problem(text, where, f"{name}file")]
+        problems += wrong
+        added += [] if wrong else [AddedLora(**lora) for lora in loras]
     if problems:
         raise ConfigError(*problems)
     return added
 
 
-def read_recorded(where: str, given: list[dict[str, Any]] | None) -> list[AddedLora]:
+def read_recorded(where: str, recorded: list[dict[str, Any]] | None) -> list[AddedLora]:
     """Read the LoRA files of a run's teacher, as its facts name them.
 
     Raises:
         ConfigError: one is not here; its name may be relative, and an export has the last part alone.
     """
-    added = read_added(where, "teacher_lora", given or [])
+    added = read_added(where, "teacher_lora", recorded or [])
     remedy = "No such file is here: start in the folder that the run was started in, or put it here."
-    away = [one.file for one in added if not Path(one.file).exists()]
+    away = [lora.file for lora in added if not Path(lora.file).exists()]
     if away:
         raise ConfigError(*(problem(where, "teacher_lora", file, remedy) for file in away))
     return added
@@ -106,13 +106,13 @@ def with_experts(where: Place, added: Iterable[AddedLora], networks: Iterable[Ex
         ConfigError: nothing says for which of two experts a file is.
     """
     files = each_file(added)
-    sides = sides_of(where, [(Path(one.file), one.expert or "") for one in files], len([*networks]))
-    return [replace(one, expert=side or None) for one, side in zip(files, sides, strict=True)]
+    sides = sides_of(where, [(Path(lora.file), lora.expert or "") for lora in files], len([*networks]))
+    return [replace(lora, expert=side or None) for lora, side in zip(files, sides, strict=True)]
 
 
 def each_file(added: Iterable[AddedLora]) -> list[AddedLora]:
     """Replace folders by the files in them."""
-    return [replace(one, file=str(f)) for one in added for f in files_of(one.file, one.expert or "")]
+    return [replace(lora, file=str(f)) for lora in added for f in files_of(lora.file, lora.expert or "")]
 
 
 def added_problems(
@@ -120,14 +120,14 @@ def added_problems(
 ) -> list[str]:
     """List the problems of LoRA files that are to be added to these networks; what they hold is read."""
     problems = []
-    for one in added:
-        if not (experts := [expert for expert in configs if one.is_for(expert)]):
-            text = f"{one.file} is for the {one.said.in_words}, which is not here"
-            problems.append(where.problem(f"{text}. Leave it out, or write {BOTH}={one.file}."))
+    for lora in added:
+        if not (experts := [expert for expert in configs if lora.is_for(expert)]):
+            text = f"{lora.file} is for the {lora.said.in_words}, which is not here"
+            problems.append(where.problem(f"{text}. Leave it out, or write {BOTH}={lora.file}."))
         try:
             for expert in experts:
-                read_lora(Path(one.file), configs[expert], expert, weights=False)
-            require_finite(Path(one.file))
+                read_lora(Path(lora.file), configs[expert], expert, weights=False)
+            require_finite(Path(lora.file))
         except ConfigError as error:
             problems += error.problems
     return problems
@@ -139,29 +139,24 @@ def added_lines(
     """Say which LoRA file is added to which of these networks, and which of its keys are not."""
     where = {None: "each network"} | {expert: f"the {expert.in_words}" for expert in Expert}
     lines = []
-    for one in added:
-        lines.append(f"{title:<9} {one.file}, strength {one.strength:g}, on {where[one.said]}")
-        expert = next(expert for expert in configs if one.is_for(expert))
-        if left := read_lora(Path(one.file), configs[expert], expert, weights=False).left_out:
-            lines.append(f"warning   {one.file}: {left_out_words(left)}")
+    for lora in added:
+        lines.append(f"{title:<9} {lora.file}, strength {lora.strength:g}, on {where[lora.said]}")
+        expert = next(expert for expert in configs if lora.is_for(expert))
+        if left := read_lora(Path(lora.file), configs[expert], expert, weights=False).left_out:
+            lines.append(f"warning   {lora.file}: {left_out_words(left)}")
     return lines
 
 
 def added_changes(
     added: Iterable[AddedLora], config: TransformerConfig, expert: Expert, *, weights: bool = True
 ) -> dict[str, LowRank]:
-    """Return what all files together change of each layer, by diffusers' names, strengths in it; float32.
-
-    Args:
-        config: of the network, which is this expert.
-        weights: read them; without, the changes are on the meta device.
-    """
+    """Return what all files together change of each layer, strengths in it, as `Folder.added_changes`."""
     changes: dict[str, LowRank] = {}
-    for one in added:
-        if not one.is_for(expert):
+    for lora in added:
+        if not lora.is_for(expert):
             continue
-        for layer, (a, b) in read_lora(Path(one.file), config, expert, weights=weights).layers.items():
-            changes[layer] = sum_of(changes.get(layer), LowRank(a, b * one.strength))
+        for layer, (a, b) in read_lora(Path(lora.file), config, expert, weights=weights).layers.items():
+            changes[layer] = sum_of(changes.get(layer), LowRank(a, b * lora.strength))
     return changes
 
 
@@ -184,7 +179,7 @@ def sum_of(first: LowRank | None, second: LowRank | None) -> LowRank:
 
 def as_settings(added: Iterable[AddedLora]) -> list[dict[str, Any]]:
     """Return what `read_added` reads."""
-    return [{key: value for key, value in asdict(one).items() if value is not None} for one in added]
+    return [{key: value for key, value in asdict(lora).items() if value is not None} for lora in added]
 
 
 class MergingReader(WeightReader):

@@ -1,14 +1,14 @@
-"""Checks of a Wan pipeline's files, before a weight is read: each part is built and called without memory."""
+"""Checks of a Wan pipeline: its files, whose parts are built and called without memory, and its weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 from pydantic import Field
 from torch import nn
 
-from wandistiller.network.weight_reader import DIFFUSERS_STEM, WeightReader, damage_in, unfinished
+from wandistiller.network.weight_reader import DIFFUSERS_STEM, NAMED, WeightReader, damage_in, unfinished
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.memoize import once_for_each
@@ -19,6 +19,7 @@ from wandistiller.wan.transformer_config import NEEDED, TransformerConfig
 
 TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "WanPipeline", "WanImageToVideoPipeline"
 """diffusers' classes of the pipelines that can be distilled."""
+M = TypeVar("M", bound=nn.Module)
 UNSUPPORTED = "VACE, Animate and speech-to-video Wans are not supported."
 Layers = Annotated[int, Field(ge=1, le=1024)]
 Size = Annotated[int, Field(ge=1, le=10**6)]
@@ -32,12 +33,13 @@ NUMBERS = of_type(
 """Types of the numbers that are computed with here; the libraries check all others."""
 TIED = "encoder.embed_tokens.weight"
 """Another name of UMT5's `shared.weight`; a file has either or both."""
-
+MAY_BE_ZERO = ("to_out.", "ffn.net.2.", ".proj.")
+"""Parts of names of matrices before a residual connection: zero in a block that was made to do nothing."""
 
 CLASSES = {
     "transformer": ("_class_name", ["WanTransformer3DModel"]),
     "vae": ("_class_name", ["AutoencoderKLWan"]),
-    "text_encoder": ("architectures", components.TEXT_CLASSES),
+    "text_encoder": ("architectures", ["UMT5EncoderModel", "UMT5Model", "UMT5ForConditionalGeneration"]),
 }
 """Part -> the key of its class in its config.json, and the classes that are loaded."""
 
@@ -45,15 +47,14 @@ CLASSES = {
 def part_problems(part: str, config: components.PartConfig) -> list[str]:
     """List the reasons why a transformer, VAE or text encoder of Wan cannot be made of `config`."""
     numbers = NUMBERS | ({"patch_size": Patch} if part == "transformer" else {})
-    problems = value_problems(config.where, config.values, numbers) + components.refused_keys(
-        config.where, config.values
-    )
+    where, values = config.where, config.values
+    problems = value_problems(where, values, numbers) + components.refused_keys(where, values)
     key, classes = CLASSES[part]
-    named = config.values.get(key) or classes[0]
+    named = values.get(key) or classes[0]
     if not all(name in classes for name in (named if isinstance(named, list) else [named])):
         remedy = f"Give a Wan whose class is {classes[0]}; no other is loaded. {UNSUPPORTED}"
         problems.append(config.problem(key, remedy))
-    return problems or _unfit(part, config.where, config.values)
+    return problems or _unfit(part, where, values)
 
 
 def _try(part: str, values: dict[str, Any]) -> None:
@@ -185,3 +186,38 @@ def weight_problems(folder: Path, model: nn.Module, stem: str = DIFFUSERS_STEM) 
         if "shared.weight" not in reader.stored:
             del expected["shared.weight"]
     return reader.problems(expected, model._keys_to_ignore_on_load_unexpected)
+
+
+def zero_problems(folder: Path, matrices: Iterable[str]) -> list[str]:
+    """List the problem of `matrices`, names of tensors of two dimensions or more that hold nothing but zeros.
+
+    A file has such where a download left a hole.
+    """
+    zero = sorted(name for name in matrices if not any(part in name for part in MAY_BE_ZERO))
+    if not zero:
+        return []
+    others = f" and {len(zero) - NAMED} more" if len(zero) > NAMED else ""
+    shown = ", ".join(f"`{name}`" for name in zero[:NAMED])
+    remedy = "A download left holes in it, or it was never trained. Fetch the folder again."
+    return [f"{folder}: {len(zero)} tensor(s) hold nothing but zeros: {shown}{others}. {remedy}"]
+
+
+def sound(model: M, folder: Path) -> M:
+    """Return a model that was loaded from `folder`, with its weights checked, but for those not in memory.
+
+    Raises:
+        ConfigError: numbers that are not finite, or matrices of zeros.
+    """
+    zero, problems = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.device.type == "meta" or not parameter.numel():
+            continue
+        low, high = parameter.detach().aminmax()
+        if not (low.isfinite() and high.isfinite()):
+            remedy = "Fetch the folder again."
+            problems.append(f"{folder}: tensor `{name}` holds numbers that are not finite. {remedy}")
+        elif low == high == 0 and parameter.ndim >= 2:
+            zero.append(name)
+    if problems := problems[:NAMED] + zero_problems(folder, zero):
+        raise ConfigError(*problems)
+    return model.eval()

@@ -50,9 +50,6 @@ IMAGE_PARTS = ("image_encoder", "image_processor")
 """Components of a Wan whose transformer takes the states of given frames."""
 OPTIONAL = ("transformer_2", *IMAGE_PARTS)
 """Components that some Wans do without."""
-UNUSED = [None, None]
-"""What model_index.json has for a component that the pipeline does without."""
-TEXT_CLASSES = ["UMT5EncoderModel", "UMT5Model", "UMT5ForConditionalGeneration"]
 TOKENIZER_KEYS = """
     add_prefix_space added_tokens_decoder additional_special_tokens backend clean_up_tokenization_spaces
     extra_ids extra_special_tokens legacy model_max_length padding_side sp_model_kwargs
@@ -105,13 +102,13 @@ def index_problems(index: PartConfig, parts: list[str], scheduler: Any) -> list[
     # an unknown one is told where it is read
     of_flow = scheduler if scheduler_class(scheduler) else "UniPCMultistepScheduler"
     classes = COMPONENTS | {"scheduler": ("diffusers", [of_flow])}
-    for part, given in (dict.fromkeys(classes) | index.values).items():
+    for part, component in (dict.fromkeys(classes) | index.values).items():
         if part in classes and (part not in OPTIONAL or part in parts):
             library, names = classes[part]
-            if given not in [[library, name] for name in names]:
+            if component not in [[library, name] for name in names]:
                 remedy = f'Write ["{library}", "{names[0]}"]: no other class is loaded.'
                 problems.append(index.problem(part, remedy))
-        elif isinstance(given, list | dict) and part not in REFUSED and not unused(given):
+        elif isinstance(component, list | dict) and part not in REFUSED and not unused(component):
             remedy = "It has no such part. Give the whole pipeline, or write [null, null]."
             problems.append(index.problem(part, remedy))
     return problems
@@ -119,7 +116,7 @@ def index_problems(index: PartConfig, parts: list[str], scheduler: Any) -> list[
 
 def unused(component: Any) -> bool:
     """Tell whether an entry of model_index.json says that there is no such component."""
-    return component is None or component == UNUSED
+    return component in (None, [None, None])
 
 
 def tokenizer_problems(where: str, folder: Path) -> list[str]:

@@ -1,6 +1,4 @@
-"""Default sizes, guidance and negative prompt of the published Wans."""
-
-from wandistiller.network.usual import Usual
+"""The negative prompt of the published Wans."""
 
 WAN_NEGATIVE_PROMPT = (
     "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，"
@@ -8,10 +6,3 @@ WAN_NEGATIVE_PROMPT = (
     "杂乱的背景，三条腿，背景人很多，倒着走"
 )
 """Wan2.1's and Wan2.2's own. Source: wan/configs/shared_config.py, `sample_neg_prompt`."""
-
-# guidance: Wan's wan/configs/*.py; ours for the embedded
-WAN21 = Usual(480, 832, (5.0, 5.0))  # one expert
-WAN22 = Usual(480, 832, (4.0, 3.0))
-WAN22_IMAGE = Usual(480, 832, (3.5, 3.5))
-EMBEDDED = Usual(64, 64, (2.0, 2.0))
-EMBEDDED_VIDEO = Usual(48, 48, (2.0, 2.0))  # nine frames

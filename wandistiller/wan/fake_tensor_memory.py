@@ -48,8 +48,8 @@ def text_encoding(config: dict[str, Any], dtype: str, *, accelerator: bool) -> N
             token_BL = torch.zeros(1, TEXT_TOKENS, dtype=torch.long)
             states(encoder, token_BL, torch.ones_like(token_BL))
     need, block = _need(encoder, live, accelerator), encoder.encoder.block[-1]
-    more = max(0, layers - 2) * sum(p.nbytes for p in block.parameters())
-    return need._replace(weights=need.weights + more)
+    others = max(0, layers - 2) * sum(p.nbytes for p in block.parameters())
+    return need._replace(weights=need.weights + others)
 
 
 def coding(call: str, config: Config, shape: Shape, *, accelerator: bool, tiles: bool = False) -> Need:
@@ -61,8 +61,8 @@ def coding(call: str, config: Config, shape: Shape, *, accelerator: bool, tiles:
     """
     batch, sample, part = shape[0], (1, *shape[1:]), f"{call}r"
     weights, work = (_in_tiles if tiles else _coding)(config, part, sample, accelerator)
-    given, made = 4 * math.prod(sample), _result(config, part, sample)
-    work = max(work + (batch - 1) * (given + made), batch * (given + JOINED * made))
+    taken, made = 4 * math.prod(sample), _result(config, part, sample)
+    work = max(work + (batch - 1) * (taken + made), batch * (taken + JOINED * made))
     on_cpu = int(ON_CPU * work) + (TILES_ON_CPU if tiles else 0)
     return Need(weights, work if accelerator else on_cpu)
 
@@ -139,9 +139,9 @@ def shortened(network: nn.Module, calls: int) -> Iterator[None]:
     """Run only the first CHUNKS calls and the last of the `calls` that code a video; skip the others."""
     forward, shapes = network.forward, []
 
-    def call(x: Tensor, **more: Any) -> Tensor:
+    def call(x: Tensor, **cache: Any) -> Tensor:
         skipped = CHUNKS <= len(shapes) < calls - 1
-        out = x.new_empty(shapes[-1]) if skipped else forward(x, **more)
+        out = x.new_empty(shapes[-1]) if skipped else forward(x, **cache)
         shapes.append(out.shape)
         return out
 

@@ -11,18 +11,14 @@ from huggingface_hub import constants
 
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.experts import Expert
-from wandistiller.network.folder import Folder, Need
-from wandistiller.network.usual import Usual
+from wandistiller.network.folder import Folder, Need, Usual
 from wandistiller.network.weight_reader import WeightReader
 from wandistiller.utils.errors import ConfigError, Place, problem, readable
 from wandistiller.utils.files import TINY
-from wandistiller.wan import added_lora, checks, components, hub, schedulers, vae
+from wandistiller.wan import added_lora, checks, components, hub, loaded_components, schedulers, vae
 from wandistiller.wan.added_lora import AddedLora
 from wandistiller.wan.components import IMAGE_PARTS, text_config
-from wandistiller.wan.defaults import EMBEDDED, EMBEDDED_VIDEO, WAN21, WAN22, WAN22_IMAGE
 from wandistiller.wan.fake_tensor_memory import coding, text_encoding
-from wandistiller.wan.given_frames import GivenFramesEncoder
-from wandistiller.wan.loaded_components import Encoder, Pipeline, Vae, load_pipeline, offload_kwargs
 from wandistiller.wan.transformer_config import TransformerConfig
 
 
@@ -33,7 +29,6 @@ class WanFolder(Folder):
     path: Path
     name: str
     configs: dict[Expert, TransformerConfig]
-    """Transformer config per expert; two for Wan2.2 A14B, one otherwise."""
     boundary: float | None
     shift: float
     vae: dict[str, Any]
@@ -136,18 +131,21 @@ class WanFolder(Folder):
     def given_frames_parts(self) -> list[Path]:
         return [self.path / part for part in ("vae", *IMAGE_PARTS) if (self.path / part).is_dir()]
 
-    def load_vae(self, device: torch.device) -> Vae:
-        return Vae(self.path / "vae", self.vae, device)
+    def load_vae(self, device: torch.device) -> loaded_components.Vae:
+        return loaded_components.Vae(self.path / "vae", self.vae, device)
 
-    def load_text_encoder(self, dtype: torch.dtype, device: torch.device, room: int, swap: Path) -> Encoder:
-        more = offload_kwargs(self.path / "text_encoder", dtype, room, swap, device)
-        return Encoder(self.path, dtype, device, **more)
+    def load_text_encoder(
+        self, dtype: torch.dtype, device: torch.device, room: int, swap: Path
+    ) -> loaded_components.Encoder:
+        folder = self.path / "text_encoder"
+        offload = loaded_components.offload_kwargs(folder, dtype, room, swap, device)
+        return loaded_components.Encoder(self.path, dtype, device, **offload)
 
-    def load_given_frames(self, device: torch.device) -> GivenFramesEncoder:
-        return GivenFramesEncoder(self, device)
+    def load_given_frames(self, device: torch.device) -> loaded_components.GivenFramesEncoder:
+        return loaded_components.GivenFramesEncoder(self, device)
 
-    def load_pipeline(self, dtype: torch.dtype, ranks: Ranks = ALONE) -> Pipeline:
-        pipeline = load_pipeline(self, dtype)
+    def load_pipeline(self, dtype: torch.dtype, ranks: Ranks = ALONE) -> loaded_components.Pipeline:
+        pipeline = loaded_components.load_pipeline(self, dtype)
         for network in filter(None, (pipeline.transformer, pipeline.transformer_2)):
             self.config.share_sequences(network, ranks)
         return pipeline
@@ -184,10 +182,11 @@ class WanFolder(Folder):
     @property
     def usual(self) -> Usual:
         if self.is_tiny:
-            return EMBEDDED if self.path == TINY["tiny"] else EMBEDDED_VIDEO
-        if self.boundary is None:
-            return WAN21
-        return WAN22_IMAGE if self.config.takes_image else WAN22
+            side = 64 if self.path == TINY["tiny"] else 48  # the latter of nine frames
+            return Usual(side, side, (2.0, 2.0))
+        # Source of the others: Wan's wan/configs/*.py
+        two_experts = (3.5, 3.5) if self.config.takes_image else (4.0, 3.0)
+        return Usual(480, 832, (5.0, 5.0) if self.boundary is None else two_experts)
 
     def scheduler_config(self, shift: float) -> dict[str, Any]:
         config = components.known_config(self.path / "scheduler" / "scheduler_config.json")
@@ -198,8 +197,12 @@ class WanFolder(Folder):
         return schedulers.scheduler_class(config["_class_name"]).from_config(config)
 
     def noise_problems(self) -> list[str]:
-        if not schedulers.draws_noise(self.scheduler_config(self.shift)):
-            return []
+        scheduler, nothing = self.scheduler(self.shift), torch.zeros([1] * 5)
+        scheduler.set_timesteps(3)
+        first = next(iter(scheduler.timesteps))
+        with torch.random.fork_rng(devices=[]):
+            if not scheduler.step(nothing, first, nothing, return_dict=False)[0].any():
+                return []
         remedy = "Write `stochastic_sampling` false, or an `algorithm_type` without sde, for a teacher."
         text = "this scheduler adds noise of its own in each step, other noise in each run"
         return [f"{self.name}/scheduler/scheduler_config.json: {text}. {remedy}"]

@@ -53,17 +53,15 @@ def fetch(hub_id: str, revision: str, files: list[str]) -> Path:
         set_activity(before)
         return snapshot
     except (errors.HTTPError, errors.HFValidationError, OSError) as error:
-        raise ConfigError(
-            f"{hub_id}: no such folder here, and {_why_not(error, hub_id, revision, files)}"
-        ) from None
+        why = _why_not(error, hub_id, revision, files)
+        raise ConfigError(f"{hub_id}: no such folder here, and {why}") from None
 
 
 def bytes_to_fetch(hub_id: str, revision: str) -> int | None:
     """Return the size of the files of a hub repository that are not in the cache; None if offline."""
     try:
-        files = snapshot_download(
-            hub_id, revision=revision, allow_patterns=CONFIG_FILES + WEIGHT_FILES, dry_run=True
-        )
+        patterns = CONFIG_FILES + WEIGHT_FILES
+        files = snapshot_download(hub_id, revision=revision, allow_patterns=patterns, dry_run=True)
     except (errors.HTTPError, OSError):
         return None
     return sum(file.file_size or 0 for file in files if file.will_download)
@@ -71,10 +69,12 @@ def bytes_to_fetch(hub_id: str, revision: str) -> int | None:
 
 def broken_links(snapshot: Path, hub_id: str, revision: str) -> list[str]:
     """List the problem of files in the hub's cache that lead to nothing, where none can be fetched."""
-    first, *more = sorted(f for f in snapshot.rglob("*") if f.is_symlink() and not f.exists()) or [None]
-    others = f", as are {len(more)} more files beside it" * bool(more)
-    text = f"{first}: is a link to nothing{others}, and this machine is offline. "
-    return [text + fetch_elsewhere(hub_id, revision, weights=True)] if first else []
+    broken = sorted(f for f in snapshot.rglob("*") if f.is_symlink() and not f.exists())
+    if not broken:
+        return []
+    others = f", as are {len(broken) - 1} more files beside it" * (len(broken) > 1)
+    text = f"{broken[0]}: is a link to nothing{others}, and this machine is offline. "
+    return [text + fetch_elsewhere(hub_id, revision, weights=True)]
 
 
 def fetch_elsewhere(hub_id: str, revision: str, weights: bool) -> str:

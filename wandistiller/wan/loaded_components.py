@@ -15,11 +15,12 @@ from wandistiller.experts import Expert
 from wandistiller.network.folder import Folder
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
+from wandistiller.utils.images import to_pil
 from wandistiller.utils.system_memory import amount
 from wandistiller.wan import components
 from wandistiller.wan.added_lora import add_changes, added_changes
+from wandistiller.wan.checks import sound
 from wandistiller.wan.schedulers import scheduler_class
-from wandistiller.wan.sound_weights import require_sound
 from wandistiller.wan.text_padding import TEXT_TOKENS
 from wandistiller.wan.vae import FittingVae
 
@@ -37,9 +38,7 @@ def load_text_encoder(folder: Path, dtype: torch.dtype, **options: Any) -> UMT5E
     """
     config = components.umt5_config(read_json(folder / "config.json"))
     options |= {"config": config, "use_safetensors": True, "trust_remote_code": False}
-    model = UMT5EncoderModel.from_pretrained(folder, dtype=dtype, **options).eval()
-    require_sound(model, folder)
-    return model
+    return sound(UMT5EncoderModel.from_pretrained(folder, dtype=dtype, **options), folder)
 
 
 def load_vae(folder: Path) -> FittingVae:
@@ -50,8 +49,7 @@ def load_vae(folder: Path) -> FittingVae:
     Raises:
         ConfigError: weights that cannot be right.
     """
-    vae = FittingVae.from_pretrained(folder, dtype=torch.float32, use_safetensors=True).eval()
-    require_sound(vae, folder)
+    vae = sound(FittingVae.from_pretrained(folder, dtype=torch.float32, use_safetensors=True), folder)
     vae.enable_slicing()
     return vae
 
@@ -62,9 +60,8 @@ def load_image_encoder(folder: Path) -> CLIPVisionModel:
     Raises:
         ConfigError: weights that cannot be right.
     """
-    model = CLIPVisionModel.from_pretrained(folder, dtype=torch.float32, use_safetensors=True).eval()
-    require_sound(model, folder)
-    return model
+    options = {"dtype": torch.float32, "use_safetensors": True}
+    return sound(CLIPVisionModel.from_pretrained(folder, **options), folder)
 
 
 def load_pipeline(wan: Folder, dtype: torch.dtype) -> Pipeline:
@@ -161,9 +158,8 @@ class Encoder:
         tokens = components.tokenize(self._tokenizer, prompt).to(self._device)
         if tokens.input_ids.shape[1] == TEXT_TOKENS and len(self._tokenizer(prompt).input_ids) > TEXT_TOKENS:
             self.cut.append(prompt)
-        text_LD = (
-            components.states(self._model, tokens.input_ids, tokens.attention_mask)[0].cpu().contiguous()
-        )
+        states_BLD = components.states(self._model, tokens.input_ids, tokens.attention_mask)
+        text_LD = states_BLD[0].cpu().contiguous()
         require_finite(text_LD, self._where)
         return text_LD
 
@@ -211,3 +207,48 @@ class Vae:
     def decode(self, x0_BCFHW: Tensor) -> Tensor:
         """Decode normalised latents to pixels_BCFHW in [0, 1]."""
         return components.decoded(self._vae, x0_BCFHW * self._std_C111 + self._mean_C111)
+
+
+def mask_of(frame_numbers: list[int], num_frames: int, temporal: int) -> Tensor:
+    """Return mask_CF: 1 where a pixel frame is given, for the frames C of each latent frame F.
+
+    The first latent frame stands for one frame, which is repeated.
+    Source: Wan2.1, wan/image2video.py; diffusers 0.42.1, pipeline_wan_i2v.py, `prepare_latents`.
+    """
+    given_T = torch.zeros(num_frames)
+    given_T[frame_numbers] = 1
+    return torch.cat([given_T[:1].repeat(temporal), given_T[1:]]).view(-1, temporal).T
+
+
+class GivenFramesEncoder:
+    """VAE, and image encoder if the transformer takes its states. Drop the object to free their memory."""
+
+    def __init__(self, folder: Folder, device: torch.device):
+        self._config, self._temporal, self._device = folder.config, folder.temporal, device
+        self._vae = folder.load_vae(device)
+        self._images = ImageEncoder(folder.path, device) if folder.config.image_dim else None
+
+    def encode(self, pixels_CTHW: Tensor, num_frames: int) -> dict[str, Tensor]:
+        """Return the fields of `batch.Conditioning` but the text, of one sample, float32, on the CPU.
+
+        Args:
+            pixels_CTHW: the given frames alone, in [-1, 1].
+        """
+        expands = self._config.expands_time
+        tensors = [self._latents(pixels_CTHW) if expands else self._joined(pixels_CTHW, num_frames)]
+        if self._images:
+            tensors.append(self._images.encode([to_pil(p / 2 + 0.5) for p in pixels_CTHW.unbind(1)]))
+        return dict(zip(self._config.given_fields, (t.float().cpu() for t in tensors), strict=True))
+
+    def _joined(self, pixels_CTHW: Tensor, num_frames: int) -> Tensor:
+        """Return the mask, and the latents of a clip that is zero, mid-grey, between the given frames."""
+        numbers, (channels, _, height, width) = self._config.given_places, pixels_CTHW.shape
+        clip_CFHW = pixels_CTHW.new_zeros(channels, num_frames, height, width)
+        clip_CFHW[:, numbers] = pixels_CTHW
+        latents_CFHW = self._latents(clip_CFHW)
+        mask_CF = mask_of(numbers, num_frames, self._temporal).to(latents_CFHW)
+        mask_CFHW = mask_CF[..., None, None].expand(-1, -1, *latents_CFHW.shape[2:])
+        return torch.cat([mask_CFHW, latents_CFHW])
+
+    def _latents(self, pixels_CFHW: Tensor) -> Tensor:
+        return self._vae.encode(pixels_CFHW[None].to(self._device))[0]

@@ -8,13 +8,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from wandistiller.experts import Expert
 from wandistiller.network.weight_reader import DIFFUSERS_STEM, unfinished
 from wandistiller.utils.errors import ADDRESS, ConfigError, Place
 from wandistiller.utils.files import FACTS, read_json
-from wandistiller.wan.lora_files import experts_in
+from wandistiller.wan.lora_files import experts_in, header_of
 
 FILES = {
     Expert.HIGH_NOISE: "pytorch_lora_weights.safetensors",
@@ -82,23 +80,19 @@ def is_full_model(path: Path) -> bool:
     """Return whether `path` is a pipeline's folder, a transformer's, or a file with a network's first map."""
     if path.is_dir():
         return (path / "transformer").is_dir() or any(path.glob(f"{DIFFUSERS_STEM}*.safetensors"))
-    try:
-        with safe_open(path, "pt") as opened:
-            return any(key.endswith("patch_embedding.weight") for key in opened.keys())
-    except (OSError, SafetensorError):
-        return False  # reported where it is read
+    return any(key.endswith("patch_embedding.weight") for key in header_of(path)[0])
 
 
-def require_no_full_model(name: str, teacher: str = "TEACHER", more: Iterable[object] = ()) -> None:
+def require_no_full_model(name: str, teacher: str = "TEACHER", flags: Iterable[object] = ()) -> None:
     """Raise ConfigError if a whole network is given as a LoRA, with the command that makes one of it.
 
     Args:
-        more: flags of the command.
+        flags: of the command.
     """
     if is_full_model(path := Path(os.path.expanduser(name))):
         output = f"{path.name.removesuffix('.safetensors')}_lora"
         words = ["wandistiller", "export", "--adapter", "--checkpoint", name, "--teacher_path", teacher]
-        command = shlex.join([*words, *map(str, more), "--output", output])
+        command = shlex.join([*words, *map(str, flags), "--output", output])
         raise ConfigError(f"{name}: is a whole model. Make a LoRA of it: `{command}`, and give {output}.")
 
 
@@ -119,11 +113,10 @@ def expert_of(file: Path) -> Expert | None:
     facts = facts_of(file)
     if (bases := facts.get("bases")) in ([e.value] for e in Expert) and facts.get("boundary") is not None:
         return Expert(bases[0])
-    if bases == [Expert.LOW_NOISE.value] or experts_in(file) == {Expert.LOW_NOISE}:
-        return Expert.LOW_NOISE
-    if file.name == FILES[Expert.LOW_NOISE]:
-        return Expert.LOW_NOISE
-    if file.name == FILES[Expert.HIGH_NOISE] and file.with_name(FILES[Expert.LOW_NOISE]).is_file():
+    low = Expert.LOW_NOISE
+    if bases == [low.value] or experts_in(file) == {low} or file.name == FILES[low]:
+        return low
+    if file.name == FILES[Expert.HIGH_NOISE] and file.with_name(FILES[low]).is_file():
         return Expert.HIGH_NOISE
     for name in (file.name.removesuffix(".safetensors"), file.absolute().parent.name):
         words = {word.lower().removesuffix("noise") for word in WORD.findall(name)}
@@ -137,10 +130,9 @@ def facts_of(file: Path) -> dict[str, Any]:
     if (beside := facts_beside(file)) != file:
         return read_json(beside)
     try:
-        with safe_open(file, "pt") as opened:
-            facts = json.loads((opened.metadata() or {}).get("wandistiller", "{}"))
-    except (OSError, SafetensorError, ValueError):
-        return {}  # the reader of its weights has the message
+        facts = json.loads(header_of(file)[1].get("wandistiller", "{}"))
+    except ValueError:
+        return {}
     return facts if isinstance(facts, dict) else {}
 
 
@@ -168,9 +160,8 @@ def sides_of(where: Place, said: Sequence[tuple[Path, str]], networks: int) -> l
         if len(set().union(*of.values())) == 2:
             files = " and ".join(map(str, of))
             remedy = f"Give the file of one, or write {BOTH}=FILE."
-            raise ConfigError(
-                where.problem(f"{files} are for two experts, and here is one network. {remedy}")
-            )
+            text = f"{files} are for two experts, and here is one network. {remedy}"
+            raise ConfigError(where.problem(text))
         return [side for _, side in said]
     if unclear := [file for file, experts in of.items() if not experts]:
         text = "nothing says for which of the two experts {} is: neither its name nor its folder's has "

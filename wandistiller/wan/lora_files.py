@@ -17,7 +17,7 @@ from wandistiller.network.names import split_name
 from wandistiller.network.weight_reader import damage_in
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import file_fingerprint, read_json
-from wandistiller.wan.lora_keys import ALPHA, DIFFERENCE, KEY, A, B, is_of_low_noise, lora_key, other_method
+from wandistiller.wan.lora_keys import ALPHA, DIFFERENCE, KEY, OTHER_METHODS, A, B, is_of_low_noise, lora_key
 from wandistiller.wan.transformer_config import TransformerConfig
 
 SETTINGS = "lora_adapter_metadata"
@@ -62,8 +62,8 @@ def read_lora(
         with safe_open(file, "pt") as opened:
             keys, layers = list(opened.keys()), {}
             low = {key for key in keys if is_of_low_noise(key)}
-            own = [k for k in keys if not low or (k in low) == (expert is Expert.LOW_NOISE)]
-            keys_of, left_out = _sorted_keys(file, own)
+            of_expert = [k for k in keys if not low or (k in low) == (expert is Expert.LOW_NOISE)]
+            keys_of, left_out = _sorted_keys(file, of_expert)
             settings = _settings(file, opened.metadata() or {}, keys, expert)
             if config:
                 left_out += _leave_out_foreign(file, keys_of, config)
@@ -85,13 +85,18 @@ def read_lora(
     return LoraFile(layers, sorted(left_out))
 
 
-def experts_in(file: Path) -> set[Expert]:
-    """Return the experts whose layers the keys of a file name; none: it is of one network, or unreadable."""
+def header_of(file: Path) -> tuple[list[str], dict[str, str]]:
+    """Return keys and metadata of a file; none if it is unreadable, as the reader of its weights says."""
     try:
         with safe_open(file, "pt") as opened:
-            are_low = {is_of_low_noise(key) for key in opened.keys() if lora_key(key).layer}
+            return list(opened.keys()), opened.metadata() or {}
     except (OSError, SafetensorError):
-        return set()  # the reader of its weights has the message
+        return [], {}
+
+
+def experts_in(file: Path) -> set[Expert]:
+    """Return the experts whose layers the keys of a file name; none: it is of one network, or unreadable."""
+    are_low = {is_of_low_noise(key) for key in header_of(file)[0] if lora_key(key).layer}
     return {Expert.LOW_NOISE if low else Expert.HIGH_NOISE for low in are_low} if True in are_low else set()
 
 
@@ -115,7 +120,7 @@ def _sorted_keys(file: Path, keys: list[str]) -> tuple[dict[str, dict[str, str]]
     layers, left_out = {}, []
     for key in keys:
         layer, part = lora_key(key)
-        if method := other_method(key):
+        if method := next((method for method, has in OTHER_METHODS.items() if has.search(key)), ""):
             text = f"`{key}` is of {method}, and only LoRA of linear layers is read"
             raise ConfigError(f"{file}: {text}. Give a LoRA, or merge it into the model that it is for.")
         if not layer:
@@ -172,8 +177,8 @@ def _change(file: Path, keys: dict[str, str], parts: dict[str, Tensor]) -> LowRa
             raise ConfigError(f"{file}: {text}. Give a LoRA of linear layers.")
     if (difference := parts.get(DIFFERENCE)) is not None:  # as B A with the smallest rank that holds any
         outputs, inputs = difference.shape
-        one = torch.eye(min(outputs, inputs), device=difference.device)
-        return LowRank(difference, one) if outputs < inputs else LowRank(one, difference)
+        identity = torch.eye(min(outputs, inputs), device=difference.device)
+        return LowRank(difference, identity) if outputs < inputs else LowRank(identity, difference)
     a, b = parts[A], parts[B]
     if len(a) != b.shape[1]:
         text = f"`{keys[A]}` is {list(a.shape)} and `{keys[B]}` {list(b.shape)}"
@@ -205,8 +210,8 @@ def _settings(file: Path, metadata: dict[str, str], keys: list[str], expert: Exp
         config, where = read_json(beside), str(beside)
     elif alone:
         config = {ALPHA_OF_PEFT: alone}
-    own = expert.value if any(key.startswith("transformer_2.") for key in config) else "transformer"
-    config = {key.removeprefix(f"{own}."): value for key, value in config.items()}
+    prefix = expert.value if any(key.startswith("transformer_2.") for key in config) else "transformer"
+    config = {key.removeprefix(f"{prefix}."): value for key, value in config.items()}
     if config.get("use_dora"):
         text = "has `use_dora`, and only LoRA is read. Give a LoRA, or merge it into the model that it is for"
         raise ConfigError(f"{where} {text}.")
@@ -228,5 +233,5 @@ def _factor(file: Path, settings: dict[str, Any], names: list[str], rank: int) -
             return factor
     except (AttributeError, TypeError, ValueError, re.error):
         pass
-    given = f"`lora_alpha` {json.dumps(alpha)} and `alpha_pattern` {json.dumps(of_parts)}"
-    raise ConfigError(f"{file}: its settings have {given}, which are no numbers. Save the file again.")
+    wrong = f"`lora_alpha` {json.dumps(alpha)} and `alpha_pattern` {json.dumps(of_parts)}"
+    raise ConfigError(f"{file}: its settings have {wrong}, which are no numbers. Save the file again.")

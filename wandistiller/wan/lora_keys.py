@@ -73,24 +73,19 @@ class LoraKey(NamedTuple):
 
 
 def lora_key(key: str) -> LoraKey:
-    if not (found := KEY.fullmatch(key)):
+    if not (match := KEY.fullmatch(key)):
         return LoraKey("", "")
-    name = found["layer"]
+    name, part = match["layer"], match.lastgroup
     name = name[PREFIX.match(name).end() :]
     if block := IN_BLOCK.match(name):
         layer = LAYERS.get((FIRST + name[block.end() :]).replace(".", "_"), "")
-        return LoraKey(layer.replace(FIRST, in_block(int(block[1])) + ".", 1), found.lastgroup)
-    return LoraKey(LAYERS.get(name.replace(".", "_"), ""), found.lastgroup)
+        return LoraKey(layer.replace(FIRST, in_block(int(block[1])) + ".", 1), part)
+    return LoraKey(LAYERS.get(name.replace(".", "_"), ""), part)
 
 
 def is_of_low_noise(key: str) -> bool:
     """Return whether a key is of the low-noise expert, by diffusers' name of that: transformer_2."""
     return bool(PREFIX.match(key)["low_noise"])
-
-
-def other_method(key: str) -> str:
-    """Return which method other than LoRA a key is of; empty: none that is known."""
-    return next((method for method, has in OTHER_METHODS.items() if has.search(key)), "")
 
 
 def left_out_words(keys: list[str]) -> str:

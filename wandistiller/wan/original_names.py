@@ -50,10 +50,10 @@ def original_name(name: str) -> str:
 def unlike_published(config: TransformerConfig) -> list[str]:
     """List the settings that differ from ComfyUI's assumptions; with any, only diffusers opens the file."""
     fixed = FIXED | ({"image_dim": 1280} if config.image_dim else {})
-    given = {key: list(value) if isinstance(value, tuple) else value for key, value in config.raw.items()}
+    settings = {key: list(value) if isinstance(value, tuple) else value for key, value in config.raw.items()}
     return [
-        f"`{key}` is {json.dumps(given[key])}; ComfyUI reads every Wan with {json.dumps(value)}, so it "
+        f"`{key}` is {json.dumps(settings[key])}; ComfyUI reads every Wan with {json.dumps(value)}, so it "
         "cannot open this file"
         for key, value in fixed.items()
-        if given.get(key, value) != value
+        if settings.get(key, value) != value
     ]

@@ -45,9 +45,7 @@ def open_wan(name: str, weights: bool = False, revision: str | None = None) -> W
         remedy = f"Give a diffusers Wan of {both}."
         raise ConfigError(index.problem("_class_name", f"{remedy} {checks.UNSUPPORTED}"))
     # boundary_ratio alone proves nothing: a converted Wan2.1 can carry it without a second transformer
-    experts = [e for e in Expert if (path / e.value / "config.json").is_file()]
-    if Expert.HIGH_NOISE not in experts:
-        raise ConfigError(f"{name}: no transformer/config.json. Give a complete diffusers pipeline folder.")
+    experts = [e for e in Expert if e is Expert.HIGH_NOISE or (path / e.value / "config.json").is_file()]
     configs = {e: _read(path, name, f"{e.value}/config.json") for e in experts}
     vae = _read(path, name, "vae/config.json")
     scheduler = _read(path, name, "scheduler/scheduler_config.json")

@@ -4,7 +4,6 @@ import inspect
 from typing import Any
 
 import diffusers
-import torch
 from diffusers import SchedulerMixin
 
 FLOW = "flow_prediction"
@@ -30,27 +29,17 @@ def own_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 def shift_key(config: dict[str, Any]) -> str | None:
     """Return the key under which the class of a scheduler_config.json reads its shift, if it has one."""
-    own = own_settings(config)
-    return next((key for key in ("flow_shift", "shift") if key in own), None)
-
-
-def draws_noise(config: dict[str, Any]) -> bool:
-    """Return whether a flow's scheduler adds noise of torch's own generator in a step."""
-    scheduler, nothing = scheduler_class(config["_class_name"]).from_config(config), torch.zeros([1] * 5)
-    scheduler.set_timesteps(3)
-    first = next(iter(scheduler.timesteps))
-    with torch.random.fork_rng(devices=[]):
-        return bool(scheduler.step(nothing, first, nothing, return_dict=False)[0].any())
+    return next((key for key in ("flow_shift", "shift") if key in own_settings(config)), None)
 
 
 def flow_problem(config: dict[str, Any]) -> tuple[str, str] | None:
     """Return the key for which a scheduler is none of a flow, and what to write there; None for a flow's."""
-    own = own_settings(config)
-    if own.get("use_flow_sigmas") is False:
+    settings = own_settings(config)
+    if settings.get("use_flow_sigmas") is False:
         return "use_flow_sigmas", "The noise levels of Wan, a flow, fall from 1 to 0. Write true."
-    if "use_flow_sigmas" in own and own.get("prediction_type", FLOW) != FLOW:
+    if "use_flow_sigmas" in settings and settings.get("prediction_type", FLOW) != FLOW:
         return "prediction_type", f'Wan predicts the velocity of a flow. Write "{FLOW}".'
-    scheduler = scheduler_class(config["_class_name"]).from_config(own)
+    scheduler = scheduler_class(config["_class_name"]).from_config(settings)
     scheduler.set_timesteps(3)
     first, last = (getattr(scheduler, "sigmas", [0.0, 0.0])[i] for i in (0, -1))
     if not (0.9 < first < 1 + ROUNDING and 0 <= last < 0.05 and shift_key(config)):

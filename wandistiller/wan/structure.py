@@ -4,7 +4,6 @@ from wandistiller.network.names import in_block, split_name
 
 BLOCK_CLASS = "WanTransformerBlock"
 PARTS = {"blocks": (), "attention": ("attn1", "attn2"), "feed_forward": ("ffn",)}
-"""What a student recomputes, as in its JSON -> modules inside of a block; the block itself for none."""
 ATTENTIONS, (FEED_FORWARD,) = PARTS["attention"], PARTS["feed_forward"]
 IMAGE_MAPS = ("add_k_proj", "add_v_proj")
 """Linear maps of cross-attention to states of given frames."""

@@ -46,21 +46,11 @@ class FittingVae(AutoencoderKLWan):
         return {}
 
     def _set_tiles(self, call: str, x_BCFHW: Tensor, patch: int) -> None:
-        """Switch tiles on or off for a call.
+        """Switch tiles on or off for a call, as chosen at the first of its size.
 
         Args:
             patch: pixels along a side that diffusers' tiles count as one.
         """
-        if self._in_tiles(call, x_BCFHW):
-            pixels = 1 if call == "encode" else self.spatial_compression_ratio
-            tall, wide = (tile(n * pixels) for n in x_BCFHW.shape[-2:])
-            sides, strides = zip(tall, wide, strict=True)
-            self.enable_tiling(*(n // patch for n in (*sides, *strides)))
-        else:
-            self.disable_tiling()
-
-    def _in_tiles(self, call: str, x_BCFHW: Tensor) -> bool:
-        """Choose once for each size of call."""
         key = call, x_BCFHW.shape
         if key not in self.chosen:
             # by accelerate's hook the weights come to the device in the call
@@ -73,7 +63,13 @@ class FittingVae(AutoencoderKLWan):
                 message = "the VAE %ss %s in tiles: a whole call takes %s, %s are free; tiles take %s"
                 sizes = map(amount, (whole.work, room, need.work))
                 log.info(message, call, "x".join(map(str, shape)), *sizes)
-        return self.chosen[key]
+        if not self.chosen[key]:
+            self.disable_tiling()
+            return
+        pixels = 1 if call == "encode" else self.spatial_compression_ratio
+        tall, wide = (tile(n * pixels) for n in x_BCFHW.shape[-2:])
+        sides, strides = zip(tall, wide, strict=True)
+        self.enable_tiling(*(n // patch for n in (*sides, *strides)))
 
 
 def fitting(
@@ -81,11 +77,9 @@ def fitting(
 ) -> tuple[Need, bool]:
     """Return the memory of a call of the VAE that has `room` bytes, and True if it runs in tiles.
 
-    Tiles are for a call that does not fit whole, and takes less in tiles.
+    Tiles are for a call that does not fit whole, and takes less in tiles. Call and shape are as in `coding`.
 
     Args:
-        call: `encode` or `decode`.
-        shape: (B, C, F, H, W) of the call's input.
         room: bytes that it may take next to the weights.
     """
     whole = coding(call, config, shape, accelerator=accelerator)

@@ -17,8 +17,7 @@ from wandistiller.engine.ds_config import load, student_engine
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.experts import Expert
-from wandistiller.network.network import Trained
-from wandistiller.network.parameters import Parameters, parameters_of
+from wandistiller.network.network import Parameters, Trained, parameters_of
 from wandistiller.planner.student_memory import AVERAGE, cast_bytes, student_parts
 from wandistiller.student.learner import Learner
 from wandistiller.wan.folder import WanFolder

@@ -18,8 +18,7 @@ from wandistiller.experts import Expert
 from wandistiller.flow import with_noise
 from wandistiller.network.sampling import denoise
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
-from wandistiller.wan.given_frames import mask_of
-from wandistiller.wan.loaded_components import Encoder, load_image_encoder
+from wandistiller.wan.loaded_components import Encoder, load_image_encoder, mask_of
 from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.transformer import velocity
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Annotated, Any, ClassVar
 
-import torch
 from pydantic import Field
 from torch import nn
 
@@ -78,13 +77,16 @@ class Placement(Kernels, ABC):
         return False
 
     def weights_problems(self) -> list[str]:
+        text = ""
         if self.weights and not self.holds_quantized():
             text = (
                 "Neither a ZeRO engine of stage 3 nor a device map holds quantised weights. Leave it out, or "
                 f'take a JSON of stage 0, or with `{BLOCK}.placement` "streamed", "host_cpu" or "owner".'
             )
-            return [self.engine.problem(quantized.KEY, self.weights, text)]
-        return quantized.weights_problems(self.engine, self.weights)
+        elif self.weights in ("int8", "nf4") and self.engine.section("fp16").get("enabled") is True:
+            # int8: inputs times up to 127, unscaled; nf4: 128 / the range of its scales (torchao 0.18)
+            text = "Its numbers overflow in fp16: write bf16, or the weights float8."
+        return [self.engine.problem(quantized.KEY, self.weights, text)] if text else []
 
     def reads_all(self) -> bool:
         """Return whether all weights come from the readers that `load` is given."""
@@ -128,16 +130,21 @@ class Placement(Kernels, ABC):
         """Ranks that the weights are divided among."""
         return 1
 
+    @once_for_each
     def parameter_sizes(self, config: NetworkConfig) -> list[ParameterSize]:
         """The parameters of an expert in diffusers' mixed precision; quantised weights in several entries."""
-        return _parameter_sizes(config, self.engine.dtype, self.weights)
-
-    def whole_bytes(self, config: NetworkConfig) -> int:
-        return partition_bytes(self.parameter_sizes(config), ranks=1)
+        sizes = []
+        for name, shape in config.shapes.items():
+            item = config.dtype_of(name, self.engine.dtype).itemsize
+            stored = [(prod(shape), item)]
+            if quantized.is_quantized(name, shape, self.weights):
+                stored = quantized.stored_sizes(shape, self.weights, item)
+            sizes += [ParameterSize(name, *each) for each in stored]
+        return sizes
 
     def memory(self, config: NetworkConfig, sharers: int) -> Bytes:
         """Memory of a rank for one expert; on one rank of a node, of that rank."""
-        return Bytes(device=self.whole_bytes(config))
+        return Bytes(device=partition_bytes(self.parameter_sizes(config), ranks=1))
 
     def unpacked(self, config: NetworkConfig) -> int:
         item = self.engine.dtype.itemsize
@@ -153,15 +160,15 @@ class Placement(Kernels, ABC):
         Args:
             policy: what is recomputed; None: nothing.
         """
-        item, layers, kept, coming = self.engine.dtype.itemsize, config.num_layers, 0, 0
+        item, layers, saved, coming = self.engine.dtype.itemsize, config.num_layers, 0, 0
         again = -(-layers // policy.checkpoint_every) - 1 if policy else 0
         parts = config.parts[policy.checkpoint] if policy else ()
         for name, n in self._quantized(config.replaced(num_layers=1)).items():
             stays = quantized.unpacked_until_backward(n, self.weights, item)
             inside = not parts or split_name(name)[1].partition(".")[0] in parts
-            kept += stays * (layers - again * inside)
+            saved += stays * (layers - again * inside)
             coming = max(coming, quantized.unpacked_bytes(n, self.weights, item) - stays)
-        return kept + coming
+        return saved + coming
 
     def _quantized(self, config: NetworkConfig) -> dict[str, int]:
         every = config.shapes.items()
@@ -223,17 +230,3 @@ class OnOneRank(Placement):
             f"`{BLOCK}.owner_rank` of the teacher's JSON is {self.owner_rank}, but the node of rank "
             f"{peers[0]} has {len(peers)} rank(s); write 0 to {len(peers) - 1}."
         ]
-
-
-@once_for_each
-def _parameter_sizes(
-    config: NetworkConfig, dtype: torch.dtype, weights: quantized.Weights
-) -> list[ParameterSize]:
-    sizes = []
-    for name, shape in config.shapes.items():
-        item = config.dtype_of(name, dtype).itemsize
-        stored = [(prod(shape), item)]
-        if quantized.is_quantized(name, shape, weights):
-            stored = quantized.stored_sizes(shape, weights, item)
-        sizes += [ParameterSize(name, *each) for each in stored]
-    return sizes

@@ -119,15 +119,15 @@ class DeviceMap(OnOneRank):
 
         if isinstance(self.device_map, dict):
             return expand_device_map(self.device_map, config.top_modules)
-        given = self.max_memory and {
+        limits = self.max_memory and {
             int(k) if k.isdigit() else k: convert_file_size_to_int(v) // share
             for k, v in self.max_memory.items()
         }
         dtypes = {name: config.dtype_of(name, dtype) for name, _ in model.named_parameters()}
-        kept = {name: torch.float32 for name, own in dtypes.items() if own != dtype}
+        special = {name: of_name for name, of_name in dtypes.items() if of_name != dtype}
         # accelerate's hooks move what a block's forward needs as one
-        options = {"no_split_module_classes": [config.block_class], "dtype": dtype, "special_dtypes": kept}
-        limits = get_max_memory(given)
+        options = {"no_split_module_classes": [config.block_class], "dtype": dtype, "special_dtypes": special}
+        limits = get_max_memory(limits)
         if self.device_map == "balanced":
             limits = get_balanced_memory(model, max_memory=limits, **options)
         devices = infer_auto_device_map(model, max_memory=limits, **options)
@@ -136,7 +136,7 @@ class DeviceMap(OnOneRank):
         return dict(devices)
 
 
-def expand_device_map(given: dict[str, int | str], modules: list[str]) -> dict[str, int | str]:
+def expand_device_map(devices: dict[str, int | str], modules: list[str]) -> dict[str, int | str]:
     """Each module's device, from a map with `blocks` (all), `blocks.0-19`, `blocks.20-`, and `*` (the rest).
 
     Args:
@@ -146,7 +146,7 @@ def expand_device_map(given: dict[str, int | str], modules: list[str]) -> dict[s
         ValueError: a key means no module, or a module has no device.
     """
     made: dict[str, int | str] = {}
-    for key, device in given.items():
+    for key, device in devices.items():
         named = [m for m in modules if key != "*" and names_part(key, m)]
         if not named and key != "*" and not re.fullmatch(rf"{BLOCKS}\.\d+-\d*", key):
             others = [m for m in modules if not is_in_block(m)]
@@ -156,7 +156,7 @@ def expand_device_map(given: dict[str, int | str], modules: list[str]) -> dict[s
             )
         made |= dict.fromkeys(named, device)
     if missing := [m for m in modules if m not in made]:
-        if "*" not in given:
+        if "*" not in devices:
             raise ValueError(f"`{missing[0]}` has no device. Add it, or `*` for the rest.")
-        made |= dict.fromkeys(missing, given["*"])
+        made |= dict.fromkeys(missing, devices["*"])
     return made

@@ -53,16 +53,16 @@ class Engine(Placement):
         if self.engine.stage == 0:  # an engine would only copy rank 0's weights over everyone's
             return load_whole(reader, config, dtype, device, self.weights)
         # the module has its final, mixed precision; a bf16 section would cast all of it (deepspeed 0.19.8)
-        own = fetching_blocks(self.engine.without("bf16", "fp16"), config.block_class)
+        engine_json = fetching_blocks(self.engine.without("bf16", "fp16"), config.block_class)
         peers = collectives.node_peers() if self.shards == "node" else None
-        if own.weights_on == "nvme":
+        if engine_json.weights_on == "nvme":
             collectives.log0("starting DeepSpeed's async_io; its first build on a machine takes minutes")
             stored = reader.stored.items()
             swapped = [s.shape.numel() for name, s in stored if config.dtype_of(name, dtype) == dtype]
             sharers = len(peers) if peers else collectives.world_size()
-            own = nvme.to_own_folder(own, swapped, f"teacher_{expert.value}", sharers)
-        model = load_sharded(reader, config, dtype, own, device, peers)
-        engine, *_ = deepspeed.initialize(model=model.eval(), config=own.for_deepspeed)
+            engine_json = nvme.to_own_folder(engine_json, swapped, f"teacher_{expert.value}", sharers)
+        model = load_sharded(reader, config, dtype, engine_json, device, peers)
+        engine, *_ = deepspeed.initialize(model=model.eval(), config=engine_json.for_deepspeed)
         pace_fetches(config.called_in_turn(model))
         # the engine's own forward refuses gradients through a frozen model (deepspeed 0.19.8)
         return engine.module
@@ -78,15 +78,13 @@ class Engine(Placement):
             return super().memory(config, sharers)
         sizes, home = self.parameter_sizes(config), self.engine.weights_on
         unit_of = zero_memory.module_of if home == "nvme" else block_or_module
-        kept, transient = zero_memory.gathered_bytes(sizes, self.engine, sharers, unit_of=unit_of)
+        held, transient = zero_memory.gathered_bytes(sizes, self.engine, sharers, unit_of=unit_of)
         if home == "nvme":
-            return zero_memory.Bytes(kept, transient) + zero_memory.swapped_bytes(sizes, self.engine, sharers)
+            return zero_memory.Bytes(held, transient) + zero_memory.swapped_bytes(sizes, self.engine, sharers)
         parts = zero_memory.partition_bytes(sizes, sharers)
-        return (
-            zero_memory.Bytes(kept, transient, parts)
-            if home == "cpu"
-            else zero_memory.Bytes(kept + parts, transient)
-        )
+        if home == "cpu":
+            return zero_memory.Bytes(held, transient, host=parts)
+        return zero_memory.Bytes(held + parts, transient)
 
     def behind(self, config: NetworkConfig) -> int:
         if self.engine.stage < 3:
@@ -97,7 +95,7 @@ class Engine(Placement):
         return OVERHEAD if self.engine.stage == 3 else 0
 
     def fetched(self, config: NetworkConfig, topology: Topology) -> int:
-        whole = sum(config.numels.values()) * self.engine.dtype.itemsize // self.sharers(topology)
+        whole = config.numel * self.engine.dtype.itemsize // self.sharers(topology)
         if self.is_on_disk():
             return whole * topology.ranks_on_node
         return whole if self.engine.weights_on == "cpu" and topology.accelerator else 0

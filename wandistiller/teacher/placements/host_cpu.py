@@ -25,7 +25,7 @@ class HostCpu(Placement):
         return load_shared(reader, config, self.engine.dtype, peers, self.weights)
 
     def memory(self, config: NetworkConfig, sharers: int) -> Bytes:
-        return Bytes(node=self.whole_bytes(config))
+        return Bytes(node=super().memory(config, sharers).device)
 
     def is_candidate(self, topology: Topology) -> bool:
         return topology.accelerator or topology.ranks_on_node > 1  # else it is a replica

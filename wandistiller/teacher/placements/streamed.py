@@ -44,12 +44,8 @@ class Streamed(Placement):
         peers, device = collectives.node_peers(), collectives.device()
         largest = max(max(self.split(folder.configs[expert])[0].values()) for expert in readers)
         buffers = Buffers(largest, device)
-        return {
-            expert: load_streamed(
-                reader, folder.configs[expert], self.engine.dtype, device, peers, buffers, self.weights
-            )
-            for expert, reader in readers.items()
-        }
+        options = self.engine.dtype, device, peers, buffers, self.weights
+        return {e: load_streamed(reader, folder.configs[e], *options) for e, reader in readers.items()}
 
     def can_be_shared(self) -> bool:
         return True

@@ -24,7 +24,7 @@ from wandistiller.tiny.making.text import NULL_PROMPTS, all_wordings, embedded
 from wandistiller.tiny.making.vae import encoded, fit, latent_statistics
 from wandistiller.tiny.making.worlds import Stage, World
 from wandistiller.utils.keyed_random import keyed_generator
-from wandistiller.wan.given_frames import mask_of
+from wandistiller.wan.loaded_components import mask_of
 from wandistiller.wan.text_padding import merge_text_padding
 from wandistiller.wan.transformer import velocity
 
