@@ -126,7 +126,7 @@ def division_problems(
     return [problem(where, SHARED, number, f"{what}. {remedy}") for what, value in rules if value % number]
 
 
-SHARED = "shared_sequences"
+SHARING = "shared_sequences"
 """Attribute of a network with its `Sharing`."""
 
 
@@ -140,7 +140,7 @@ class Sharing:
 @contextmanager
 def whole_sequences(networks: Iterable[nn.Module]) -> Iterator[None]:
     """Let this rank compute whole sequences with `networks` within."""
-    before = {now: now.ranks for network in networks if (now := getattr(network, SHARED, None))}
+    before = {now: now.ranks for network in networks if (now := getattr(network, SHARING, None))}
     for now in before:
         now.ranks = ALONE
     try:

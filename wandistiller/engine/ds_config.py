@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from wandistiller.engine.activation_checkpointing import recompute_problems
 from wandistiller.engine.batch_size import batch_size
 from wandistiller.engine.ds_json import DeepSpeedJson
 from wandistiller.engine.ds_schema import (
@@ -23,10 +22,10 @@ from wandistiller.engine.ds_schema import (
     section_types,
 )
 from wandistiller.engine.ds_unsupported import NOT_OFFERED, is_on, not_offered_problems, student_problems
-from wandistiller.engine.engine_config import EngineConfig
+from wandistiller.engine.engine_config import RECOMPUTED, CheckpointPolicy, EngineConfig, Kernels
 from wandistiller.utils.errors import RECIPE, ConfigError, closest, nearest, unknown_keys
 from wandistiller.utils.files import read_json, shipped
-from wandistiller.utils.validation import check, value_problems
+from wandistiller.utils.validation import check, types_of, value_problems
 
 # deepspeed 0.19.8 would allocate for 5e8 numbers, 2 GB in float32, however small the student
 BUCKETS = {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}
@@ -152,7 +151,7 @@ def student_engine(json: DeepSpeedJson, world: int) -> EngineConfig:
         ConfigError: with all problems at once.
     """
     problems = key_problems(json.without(BLOCK)) + rate_problems(json) + offload_problems(json)
-    problems += recompute_problems(json) + student_problems(json)
+    problems += block_problems(json) + student_problems(json)
     try:
         batch = batch_size(json, world)
     except ConfigError as error:
@@ -191,6 +190,29 @@ def rate_problems(json: DeepSpeedJson) -> list[str]:
         f"{json.where}: `{section}.params.{key}` is missing, and DeepSpeed would train at a default of its "
         f"own. {give}, or write it."
     ]
+
+
+def block_problems(json: DeepSpeedJson) -> list[str]:
+    """List the problems of the block "wandistiller", and kernels that cannot learn or do not fit the rest."""
+    policy, block = types_of(CheckpointPolicy), json.section(BLOCK)
+    problems, _ = check(json.where, json.raw.get(BLOCK, {}), policy | types_of(Kernels), f"{BLOCK}.")
+    if block.get("attention") == "sage":
+        remedy = "It has no backward pass. Write another, such as flash."
+        problems.append(json.problem(f"{BLOCK}.attention", "sage", remedy))
+    if block.get("compile") is True and json.stage == 3:
+        remedy = "ZeRO-3 fetches weights inside of the blocks. Leave it out, or write stage 2."
+        problems.append(json.problem(f"{BLOCK}.compile", True, remedy))
+    if block.get("compile") is True and block.get("checkpoint", "blocks") != "blocks":
+        remedy = f'Compiled blocks are recomputed whole: leave `{BLOCK}.checkpoint` out, or write "blocks".'
+        problems.append(json.problem(f"{BLOCK}.compile", True, remedy))
+    if policy.keys() & block.keys() and RECOMPUTED not in json.raw:
+        text = f"`{BLOCK}` says what is checkpointed, but there is no `{RECOMPUTED}`. Add it: {{}} will do."
+        problems.append(f"{json.where}: {text}")
+    section, key = json.section(RECOMPUTED), "contiguous_memory_optimization"
+    if section.get(key) and not section.get("partition_activations"):  # an assertion in deepspeed 0.19.8
+        remedy = "DeepSpeed has it only together with `partition_activations`: true."
+        problems.append(json.problem(f"{RECOMPUTED}.{key}", True, remedy))
+    return problems
 
 
 def offload_problems(json: DeepSpeedJson) -> list[str]:

@@ -17,8 +17,8 @@ from wandistiller.distributed import device
 from wandistiller.distributed.device import on_accelerator, supports_fp16
 from wandistiller.engine.ds_schema import BATCH_KEYS, BLOCK
 from wandistiller.engine.engine_config import EngineConfig
+from wandistiller.engine.extensions import lacks_nvcc, needs_nvcc
 from wandistiller.engine.monitors import monitor_problems
-from wandistiller.engine.nvcc import lacks_nvcc, needs_nvcc
 from wandistiller.utils.errors import folder_problems
 from wandistiller.utils.validation import error_messages
 

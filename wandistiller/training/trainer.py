@@ -2,6 +2,9 @@
 
 import gc
 import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -24,7 +27,6 @@ from wandistiller.monitoring import memory_usage
 from wandistiller.monitoring.memory_usage import MemoryProfile, within
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher
-from wandistiller.training.interval import DRAWING, SAVING, Interval
 from wandistiller.training.monitor import Monitor
 from wandistiller.training.nonfinite import NonFiniteHandler
 from wandistiller.training.pictures import PictureDrawer
@@ -35,6 +37,29 @@ from wandistiller.utils.logging import begin_step, set_activity
 GC_EVERY = 50
 """Steps between collections of reference cycles. Python 3.11 by itself waits for 140,000 new objects, because
 libraries keep 560,000. Freed memory then also goes back to the system, before it is fragmented."""
+SAVING, DRAWING = 10, 20
+"""Checkpoints, and pictures, by the clock take at most one of so many parts of the time."""
+
+
+class Interval:
+    """Tells when something that takes time was last done too long ago."""
+
+    def __init__(self, minutes: float, parts: int, clock: Callable[[], float] = time.monotonic):
+        """Begin now, for what may take one of so many parts of the time; `clock` gives seconds."""
+        self._least, self._parts, self._clock = 60 * minutes, parts, clock
+        self._since, self._took = clock(), 0.0
+
+    def over(self) -> bool:
+        """Return whether the minutes have passed since it was last done, and parts - 1 times what it took."""
+        return self._clock() - self._since >= max(self._least, (self._parts - 1) * self._took)
+
+    @contextmanager
+    def doing(self) -> Iterator[None]:
+        """Measure it; the minutes begin anew at the end of the block."""
+        began = self._clock()
+        yield
+        self._since = self._clock()
+        self._took = self._since - began
 
 
 class Trainer:

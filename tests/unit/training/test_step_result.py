@@ -8,7 +8,7 @@ import torch
 
 from wandistiller.batch import STUDENT
 from wandistiller.experts import Expert
-from wandistiller.objectives.registry import read_objective
+from wandistiller.objectives.objective import read_objective
 from wandistiller.training.step_result import READING, MicroStepResult, StepResult, reduce_over_ranks
 from wandistiller.utils.logging import activity, begin_step, current
 
