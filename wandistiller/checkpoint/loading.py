@@ -48,12 +48,12 @@ def load(
     for role, learner in learners.items():
         # the objective has a critic's learning rate
         renewed = role != STUDENT and "objective" in changed
-        own = changed | {"optimizer"} if renewed else changed
+        of_role = changed | {"optimizer"} if renewed else changed
         for expert, trained in learner.trained.items():
             updates = roles[role].updates_before(step) if role in roles else step
             place = updates if renewed and role in roles and step else None
             network = folder / network_name(role, expert)
-            _load_network(trained, learner.averages.get(expert), network, own, updates, place)
+            _load_network(trained, learner.averages.get(expert), network, of_role, updates, place)
     return step
 
 

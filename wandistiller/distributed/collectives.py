@@ -258,7 +258,7 @@ def call_owner(
         dist.recv_object_list(header, owner)
         outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in header[0]]
         return _received(outputs, owner)
-    computed, own = None, []
+    computed, for_owner = None, []
     for other in peers:
         size, theirs = iter(sizes[other]), inputs
         if other != owner:
@@ -266,11 +266,11 @@ def call_owner(
         if sharers(other) != computed:
             computed, outputs = sharers(other), compute(theirs)
         if other == owner:
-            own = outputs
+            for_owner = outputs
             continue
         dist.send_object_list([[(tuple(t.shape), t.dtype) for t in outputs]], other)
         _send(outputs, other)
-    return own
+    return for_owner
 
 
 def _send(tensors: list[Tensor], target: int) -> None:

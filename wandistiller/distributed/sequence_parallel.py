@@ -37,9 +37,9 @@ class Ranks:
         if degree == 1:
             return cls()
         first = collectives.rank() // degree * degree
-        own = collectives.group(list(range(first, first + degree)))
-        groups = dict.fromkeys(("cpu", collectives.device().type), own)
-        if dist.get_backend(own) == "nccl":  # which takes no tensors in CPU memory
+        group = collectives.group(list(range(first, first + degree)))
+        groups = dict.fromkeys(("cpu", collectives.device().type), group)
+        if dist.get_backend(group) == "nccl":  # which takes no tensors in CPU memory
             by_replica = [list(range(i, i + degree)) for i in range(0, collectives.world_size(), degree)]
             timeout = collectives.COLLECTIVE_TIMEOUT
             groups["cpu"], _ = dist.new_subgroups_by_enumeration(by_replica, timeout, backend="gloo")

@@ -123,20 +123,17 @@ class ShutdownListener:
             interrupts.end_compilers()
             os._exit(128 + number)
 
-    def request_stop(self, reason: str, more: str = "") -> None:
-        """Stop at the end of the step in flight, or of the call of a network; say so, when, and `more`."""
+    def request_stop(self, reason: str, remark: str = "") -> None:
+        """Stop at the end of the step in flight, or of the call of a network; say so, when, and `remark`."""
         if not self.reason:
             self.reason = reason
             # the part of the work that is not interrupted, with the time that it still takes, if known
-            in_step = current.step and current.activity.startswith(IN_EVERY_STEP)
-            what = (
-                f"step {current.step} and its checkpoint"
-                if in_step
-                else f"what runs now ({current.activity})"
-            )
+            what = f"what runs now ({current.activity})"
+            if current.step and current.activity.startswith(IN_EVERY_STEP):
+                what = f"step {current.step} and its checkpoint"
             left = current.due - time.monotonic()
             what += f", about {left:.0f} s" if left > 0 else ""
-            _say(f"{reason}: stopping after {what}{more}")
+            _say(f"{reason}: stopping after {what}{remark}")
             if reason not in [number.name for number in interrupts.SIGNALS]:  # which interrupt it themselves
                 interrupts.interrupt_build()
 
@@ -191,8 +188,8 @@ def _is_adopted(parent: int) -> bool:
     if os.getpid() == 2:
         return False
     with suppress(psutil.Error):  # process 1 may be hidden
-        first, own = (psutil.Process(pid).create_time() for pid in (1, os.getpid()))
-        return own - first > ONE_START
+        first, this = (psutil.Process(pid).create_time() for pid in (1, os.getpid()))
+        return this - first > ONE_START
     return True
 
 

@@ -36,8 +36,6 @@ LEAN_STAGE_3 = {
     "stage3_prefetch_bucket_size": 20_000_000,
     "stage3_max_reuse_distance": 100_000_000,
 }
-
-
 REMARKS = ("_", "/", "#")
 """First characters of keys that hold remarks; so does `comment`."""
 
@@ -64,9 +62,9 @@ def load(source: str | dict[str, Any], named: Iterable[str] = (), where: str = R
 
 def _as_read(ds: dict[str, Any]) -> dict[str, Any]:
     """Return a copy without remarks, null, which is a default, and sections that are switched off."""
-    own = {BLOCK: ds[BLOCK]} if BLOCK in ds else {}
-    ds = {key: value for key, value in ds.items() if key not in NOT_OFFERED or is_on(value, default=1.0)}
-    return _without_remarks({key: value for key, value in ds.items() if key != BLOCK}) | own
+    of_deepspeed = {key: value for key, value in ds.items() if key != BLOCK}
+    on = {k: v for k, v in of_deepspeed.items() if k not in NOT_OFFERED or is_on(v, default=1.0)}
+    return _without_remarks(on) | {key: ds[key] for key in (BLOCK,) if key in ds}
 
 
 def _without_remarks(value: Any) -> Any:
@@ -101,12 +99,12 @@ def key_problems(json: DeepSpeedJson) -> list[str]:
     problems = not_offered_problems(json)
     json, where = json.without(*NOT_OFFERED), json.where
     for name, types in section_types().items():
-        given = dict(json.section(name))
+        section = dict(json.section(name))
         prefix = f"{name}." if name else ""
-        for key in sorted(given.keys() - types.keys()):
+        for key in sorted(section.keys() - types.keys()):
             if remedy := _renamed_or_misplaced(key):
-                problems.append(json.problem(prefix + key, given.pop(key), remedy))
-        problems += check(where, given, types, prefix)[0]
+                problems.append(json.problem(prefix + key, section.pop(key), remedy))
+        problems += check(where, section, types, prefix)[0]
     for name, types in PARAMS.items():
         problems += value_problems(where, json.section(name), types, f"{name}.")
     problems += _typed_problems(json, "optimizer", OPTIMIZERS)
@@ -123,11 +121,12 @@ def _renamed_or_misplaced(key: str) -> str | None:
 
 def _typed_problems(json: DeepSpeedJson, section: str, types: tuple[str, ...]) -> list[str]:
     """List problems of {"type": ..., "params": {...}}: a wrong type, unknown and missing settings."""
-    if not isinstance(given := json.raw.get(section), dict):
+    if not isinstance(json.raw.get(section), dict):
         return []  # left out, or reported already
-    if "type" not in given and set(given) - {"params"}:
+    keys, kind = json.raw[section].keys(), json.raw[section].get("type")
+    if "type" not in keys and keys - {"params"}:
         return []  # an unknown key, reported already, is likely its misspelling
-    kind, params = given.get("type"), given.get("params", {})
+    params = json.raw[section].get("params", {})
     # of a schedule DeepSpeed knows the exact name alone
     same = [t for t in types if kind == t or (section == "optimizer" and f"{kind}".lower() == t.lower())]
     if not same:

@@ -127,9 +127,9 @@ class Monitors:
         for file in Path(monitor.log_dir).glob("Train_*.csv"):
             with file.open(newline="") as lines:
                 rows = list(csv.reader(lines))
-            kept = [row for row in rows[1:] if row and row[0].isdigit() and int(row[0]) <= step]
+            until_step = [row for row in rows[1:] if row and row[0].isdigit() and int(row[0]) <= step]
             with atomic(file) as temporary, temporary.open("w", newline="") as out:
-                csv.writer(out).writerows(rows[:1] + kept)
+                csv.writer(out).writerows(rows[:1] + until_step)
             if rows:
                 monitor.filenames.append(file.stem)  # its head is there
 

@@ -40,14 +40,14 @@ def to_own_folder(engine: EngineConfig, numels: Iterable[int], name: str, sharer
     return engine.replaced(zero_optimization=zero)
 
 
-_own: dict[Path, tuple[Path, Any]] = {}
+_folders: dict[Path, tuple[Path, Any]] = {}
 """Each parent's folder of this process, and the open lock file, which keeps it marked."""
 
 
 def own_folder(parent: Path) -> Path:
     """Return this process's folder in `parent`, made once; remove those that killed processes left."""
     parent = parent.absolute()
-    if parent not in _own:
+    if parent not in _folders:
         ours = not parent.exists()
         parent.mkdir(parents=True, exist_ok=True)
         for other in parent.glob(f"{PREFIX}*"):
@@ -55,9 +55,9 @@ def own_folder(parent: Path) -> Path:
                 shutil.rmtree(other, ignore_errors=True)
         folder = parent / f"{PREFIX}{socket.gethostname()}_{os.getpid()}"
         folder.mkdir(exist_ok=True)
-        _own[parent] = folder, _hold(folder)
+        _folders[parent] = folder, _hold(folder)
         atexit.register(_remove, folder, ours)
-    return _own[parent][0]
+    return _folders[parent][0]
 
 
 def _remove(folder: Path, and_parent: bool) -> None:

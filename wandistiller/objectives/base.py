@@ -219,9 +219,9 @@ class Term:
 
     def __str__(self) -> str:
         """Weight, name and settings other than the defaults: `0.1 feature(blocks=[1, 3])`."""
-        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        weight = f"{given.pop('weight'):g} " if "weight" in given else ""
-        settings = ", ".join(f"{key}={value}" for key, value in given.items())
+        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        weight = f"{changed.pop('weight'):g} " if "weight" in changed else ""
+        settings = ", ".join(f"{key}={value}" for key, value in changed.items())
         return f"{weight}{self.name}({settings})" if settings else f"{weight}{self.name}"
 
 

@@ -94,7 +94,7 @@ class Objective:
         """
         terms = sorted(self._terms(role), key=_noised_first)
         results = yield from joined([term.script(role, states, schedule) for term in terms])
-        by_name, losses = {term.name: one for term, one in zip(terms, results, strict=True)}, {}
+        by_name, losses = dict(zip([term.name for term in terms], results, strict=True)), {}
         for term in self._terms(role):
             result = by_name[term.name]
             for name, loss in (result if isinstance(result, dict) else {role: result}).items():
@@ -150,9 +150,9 @@ class Objective:
 
     def needs_latents(self, role: str) -> bool:
         """Return whether an update of a role reads cached latents."""
-        return (
-            any(not term.samples for term in self.terms) if role == STUDENT else self.others[role].has_heads
-        )
+        if role != STUDENT:
+            return self.others[role].has_heads
+        return any(not term.samples for term in self.terms)
 
 
 def _noised_first(term: Term) -> tuple[bool, str]:
@@ -164,18 +164,18 @@ OBJECTIVES = classes_in("wandistiller.objectives", Term)
 """Every term, by the name of its file."""
 
 
-def read_objective(given: str | dict[str, Any] | list[str | dict[str, Any]]) -> Objective:
+def read_objective(value: str | dict[str, Any] | list[str | dict[str, Any]]) -> Objective:
     """Read a recipe's "objective": a name, {"name": ..., settings}, or a list of these to be summed.
 
     Raises:
         ConfigError: with all problems at once.
     """
-    several = isinstance(given, list)
+    several = isinstance(value, list)
     terms: list[Term] = []
-    problems = [] if given != [] else [problem("recipe", "objective", given, _choice(given))]
-    for i, one in enumerate(given if several else [given]):
+    problems = [] if value != [] else [problem("recipe", "objective", value, _choice(value))]
+    for i, entry in enumerate(value if several else [value]):
         where = f"objective[{i}]" if several else "objective"
-        settings = {"name": one} if isinstance(one, str) else dict(one)
+        settings = {"name": entry} if isinstance(entry, str) else dict(entry)
         name = settings.pop("name", "velocity")
         if not isinstance(name, str) or name not in OBJECTIVES:
             problems.append(problem("recipe", where, name, _choice(name)))
@@ -186,9 +186,10 @@ def read_objective(given: str | dict[str, Any] | list[str | dict[str, Any]]) -> 
     names = [term.name for term in terms]
     texts = [f"names {name} twice. Keep one." for name in OBJECTIVES if names.count(name) > 1]
     steps = {term.name: n for term in terms if (n := term.aim.steps)}
-    if len(terms) > 1 and (one := next((term for term in terms if term.aim.expert), None)):
+    of_expert = [term.name for term in terms if term.aim.expert]
+    if len(terms) > 1 and of_expert:
         remedy = "Write it alone, or without `expert`."
-        texts.append(f"sums {one.name} of one `expert` with other terms. {remedy}")
+        texts.append(f"sums {of_expert[0]} of one `expert` with other terms. {remedy}")
     destinations = {term.name: words for term in terms if (words := term.aim.destination)}
     if len(set(destinations.values())) > 1:
         listed = ", and ".join(f"{name}, which leads {words}" for name, words in destinations.items())

@@ -46,9 +46,9 @@ def run(stages: list[Job], begin: Callable[[Job], None]) -> None:
     if collectives.rank() == 0:
         for folder in {output, *(job.output for job in stages if not job.is_spent)}:
             (folder / DONE).unlink(missing_ok=True)
-        if (given := stages[0].run.resume) != "auto":
-            collectives.log0("resume    %s is for this start alone; after it, give --resume auto", given)
-        for job in stages if given == "never" else ():
+        if (source := stages[0].run.resume) != "auto":
+            collectives.log0("resume    %s is for this start alone; after it, give --resume auto", source)
+        for job in stages if source == "never" else ():
             _set_aside(job.output / "checkpoints")
         write_resolved(stages)
         write_json(output / "resolved" / "machine.json", machine)

@@ -152,9 +152,9 @@ def _gathered(
     seconds = Seconds(current.seconds.get(READING, 0.0), sum(current.seconds.values()))
     stop = stopping.reason is not None
     about = [list(Expert).index(expert), *map(float, (stop, *over)), *seconds, *memory_usage.read()]
-    own = torch.cat([own_MKB.flatten(), to_device(torch.tensor(about), own_MKB.device)])
+    this_rank = torch.cat([own_MKB.flatten(), to_device(torch.tensor(about), own_MKB.device)])
     # the host waits for the accelerator here, once a step
-    all_ranks = collectives.gather_tensor(own).view(world, -1).cpu()
+    all_ranks = collectives.gather_tensor(this_rank).view(world, -1).cpu()
     values_RMKB = all_ranks[:, : own_MKB.numel()].view(world, *own_MKB.shape)
     about_R = all_ranks[:, own_MKB.numel() :].tolist()
     experts = [numbers[0] for numbers in about_R]

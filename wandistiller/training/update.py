@@ -70,12 +70,16 @@ class Update:
         Args:
             following: the role's next update, if the teacher may already predict for it.
         """
-        begun = self._begun_before(update)
+        with activity(PREDICTING):
+            begun = self._begun.pop(update).result() if update in self._begun else []
         ahead = self._works_ahead and following is not None
         self.learners[self.role].while_updating(partial(self._begin, following, reads) if ahead else None)
         results = []
         for group in self._groups:
-            results += self._learn(begun.pop(0) if begun else self._read(update, group, reads))
+            with activity(READING):
+                plays = begun.pop(0) if begun else self._plays(update, group, reads)
+            results += self._learn(plays)
+            del plays  # nothing refers to their samples when the next ones are read
         return results
 
     def _plays(self, update: int, group: range, reads: Reads) -> list[Play]:
@@ -83,22 +87,12 @@ class Update:
         schedule, samples = self.job.schedule, [reads(update, micro) for micro in group]
         return [Play(partial(self.objective.script, self.role, of_one, schedule)) for of_one in samples]
 
-    def _read(self, update: int, group: range, reads: Reads) -> list[Play]:
-        with activity(READING):
-            return self._plays(update, group, reads)
-
     def _learn(self, plays: list[Play]) -> list[dict[str, MicroStepResult]]:
-        """Make the micro-steps of a group; nothing refers to their samples when the next ones are read."""
+        """Make the micro-steps of a group."""
         with activity(PREDICTING):
             self._ask(plays, lambda ask: True)
             known = self._preview(plays)
         return [self._micro_step(play, outputs) for play, outputs in zip(plays, known, strict=True)]
-
-    def _begun_before(self, update: int) -> list[list[Play]]:
-        if not (begun := self._begun.pop(update, None)):
-            return []
-        with activity(PREDICTING):
-            return begun.result()
 
     @property
     def _groups(self) -> list[range]:
@@ -199,8 +193,8 @@ class Update:
         made = self._together([call for _, call in calls])
         return {
             ask: p
-            for (of_call, _), found in zip(calls, made, strict=True)
-            for ask, p in zip(of_call, found, strict=True)
+            for (of_call, _), predictions in zip(calls, made, strict=True)
+            for ask, p in zip(of_call, predictions, strict=True)
         }
 
     def _together(self, calls: list[Callable[[], Any]]) -> list[Any]:
@@ -303,8 +297,8 @@ class RollOuts:
         accumulation, objective = self._job.batch.accumulation, self._job.objective
         step = (update - objective.first_update(0)) // len(objective.updates)
         end = objective.first_update(step + 1) * accumulation
-        places = range(update * accumulation + micro, end)[: self._together]
-        keys = [divmod(place, accumulation) for place in places]
+        micro_steps = range(update * accumulation + micro, end)[: self._together]
+        keys = [divmod(number, accumulation) for number in micro_steps]
         with activity(READING):
             drawn = [self._read(*key) for key in keys]
         with activity("the student's sampling"), torch.no_grad():
@@ -312,5 +306,5 @@ class RollOuts:
                 objective.roll_out(objective.role_of(u), states, self._job.schedule)
                 for (u, _), states in zip(keys, drawn, strict=True)
             ]
-            calls = [partial(played, one, lambda ask: self._student.forward(ask.state)) for one in scripts]
+            calls = [partial(played, s, lambda ask: self._student.forward(ask.state)) for s in scripts]
             self._made |= zip(keys, block_by_block(self._student.blocks, calls), strict=True)
