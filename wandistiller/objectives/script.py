@@ -141,7 +141,7 @@ def joined(scripts: Sequence[Script]) -> Generator[list[Question], list[Any], li
 
 
 def _once(questions: list[Question]) -> tuple[list[Question], list[int]]:
-    """Return different questions, and the index among them of each; like ones of a teacher share their blocks."""
+    """Return different questions, and the index among them of each; of like ones the blocks are joined."""
     different: list[Question] = []
     indices: dict[Any, int] = {}
     of_each = []

@@ -152,7 +152,8 @@ class NonFiniteHandler:
         self, update: Update, number: int, micro: int, results: dict[str, MicroStepResult]
     ) -> list[SampleReport]:
         """Describe this rank's samples of a micro-step."""
-        batches, indices = update.read(number, micro), self._batches.indices(number, micro)
+        batches = self._job.objective.draw(update.role, self._batches, number, micro)
+        indices = self._batches.indices(number, micro)
         first, loss_TB = next(iter(batches.values())), torch.cat([r.loss_TB for r in results.values()])
         names = [name for role in results for name in self._job.objective.weights(role)]
         bad = {

@@ -9,14 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from wandistiller.batch import STUDENT, State
+from wandistiller.batch import STUDENT
 from wandistiller.checkpoint.checkpointer import Checkpointer
 from wandistiller.checkpoint.loading import load, read_state
 from wandistiller.checkpoint.manifest import steps
 from wandistiller.checkpoint.resume import NOT_RECORDED, changed_keys, set_newer_aside
 from wandistiller.config.identity import recorded
 from wandistiller.config.job import Job
-from wandistiller.config.sweeps import rolled_out, swept
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.conditions import Conditions
 from wandistiller.data.micro_batches import MicroBatches
@@ -31,7 +30,7 @@ from wandistiller.training.monitor import Monitor
 from wandistiller.training.nonfinite import NonFiniteHandler
 from wandistiller.training.pictures import PictureDrawer
 from wandistiller.training.step_result import Over, StepResult, mean_of, reduce_over_ranks
-from wandistiller.training.update import ReadAhead, RollOuts, Update
+from wandistiller.training.update import RollOuts, Update
 from wandistiller.utils.logging import begin_step, set_activity
 
 GC_EVERY = 50
@@ -83,12 +82,10 @@ class Trainer:
         self.learners = learners
         latent = job.folder.latent_shape(job.run.height, job.run.width, job.run.num_frames)
         self.batches = MicroBatches(data, job.schedule, job.batch, latent, self.student.ranks)
-        self._by_role = {role: Update(role, job, self.batches, learners, teacher) for role in learners}
+        self._by_role = {role: Update(role, job, learners, teacher) for role in learners}
         self.updates = [self._by_role[role] for role in job.objective.updates]
         """Those of a step, the student's last."""
-        depth = max(swept(job), rolled_out(job))
-        read = ReadAhead(self._read, job.batch.accumulation, job.updates, depth)
-        self.samples = RollOuts(job, read, self.student)
+        self.samples = RollOuts(job, self.batches, self.student)
         self.monitor = Monitor(job, self.student.monitors)
         self.pictures = PictureDrawer(job, data, conditions, teacher, self.student)
         self._recorded = recorded(job)
@@ -212,9 +209,6 @@ class Trainer:
             learner.update_ema(result.expert, step + 1)
             results[role] = replace(result, **learner.state(result.expert))
         return results
-
-    def _read(self, update: int, micro: int) -> dict[str, State]:
-        return self._by_role[self.job.objective.role_of(update)].read(update, micro)
 
     def _draws(self, done: int) -> bool:
         """Return whether pictures are due after `done` steps, as they are after the last."""

@@ -40,25 +40,13 @@ def propagate_nonfinite(losses: dict[str, Tensor]) -> dict[str, Tensor]:
 class Update:
     """Updates of one role's network, and of those that learn with it, by the run's objective."""
 
-    def __init__(
-        self,
-        role: str,
-        job: Job,
-        batches: MicroBatches,
-        learners: dict[str, Learner],
-        teacher: Teacher | None,
-    ):
+    def __init__(self, role: str, job: Job, learners: dict[str, Learner], teacher: Teacher | None):
         self.role, self.job, self.teacher = role, job, teacher
         self.objective = job.objective.for_student(job.stands_for)
         self.learners, self.student = learners, learners[STUDENT]
-        self._batches = batches
         self._worker = worker("teacher")
         self._begun: dict[int, Future[list[list[Play]]]] = {}
         """Scripts of a later update, which the teacher has answered, in the order of its micro-steps."""
-
-    def read(self, update: int, micro: int) -> dict[str, State]:
-        """Return this rank's samples of a micro-step by kind of states."""
-        return self.objective.draw(self.role, self._batches, update, micro)
 
     def micro_steps(
         self, update: int, reads: Reads, following: int | None = None
@@ -138,26 +126,22 @@ class Update:
         To know them early costs a forward pass of the student, and saves the teacher's weights a way to the
         device in each micro-step.
         """
-        known: list[list[list[Prediction]]] = [[] for _ in plays]
+        rounds: list[list[list[Prediction]]] = []
         if self.role != STUDENT or not self.objective.rolls_out(STUDENT) or len(plays) == 1:
-            return known
+            return [[] for _ in plays]
         previews = [play.again() for play in plays]
         with torch.no_grad():
             # of all kinds of states at once, as in the pass that learns
             first = self._together([partial(self._outputs, [preview.questions]) for preview in previews])
         for preview, (outputs,) in zip(previews, first, strict=True):
             preview.answer(outputs)
-        asking = [*zip(known, previews, strict=True)]
-        while asking := [
-            (of_one, preview) for of_one, preview in asking if _without_gradient(preview.questions)
-        ]:
-            rounds = self._outputs([_without_gradient(preview.questions) for _, preview in asking])
-            for (of_one, _), outputs in zip(asking, rounds, strict=True):
-                of_one.append(outputs)
-            asking = [(of_one, preview) for of_one, preview in asking if not preview.learns]
-            for of_one, preview in asking:
-                preview.answer(of_one[-1])
-        return known
+        while any(asked := [_without_gradient(preview.questions) for preview in previews]):
+            rounds.append(self._outputs(asked))
+            if previews[0].learns:  # as all do then: they play the same script
+                break
+            for preview, outputs in zip(previews, rounds[-1], strict=True):
+                preview.answer(outputs)
+        return [[of_plays[i] for of_plays in rounds] for i in range(len(plays))]
 
     def _learned(self, questions: Sequence[Question]) -> dict[Question, Prediction]:
         """Make the passes that learn, one of each role for all states that it learns at."""
@@ -281,8 +265,10 @@ class RollOuts:
     before its own update, which is the last. Updates before the first step are taken as many at a time.
     """
 
-    def __init__(self, job: Job, read: Reads, student: Learner):
-        self._job, self._read, self._student, self._together = job, read, student, rolled_out(job)
+    def __init__(self, job: Job, batches: MicroBatches, student: Learner):
+        self._job, self._batches, self._student, self._together = job, batches, student, rolled_out(job)
+        depth = max(swept(job), self._together)
+        self._read = ReadAhead(self._draw, job.batch.accumulation, job.updates, depth)
         self._made: dict[tuple[int, int], dict[str, State]] = {}
 
     def __call__(self, update: int, micro: int) -> dict[str, State]:
@@ -291,6 +277,10 @@ class RollOuts:
         if (update, micro) not in self._made:
             self._make(update, micro)
         return self._made.pop((update, micro))
+
+    def _draw(self, update: int, micro: int) -> dict[str, State]:
+        objective = self._job.objective
+        return objective.draw(objective.role_of(update), self._batches, update, micro)
 
     def _make(self, update: int, micro: int) -> None:
         """Sample for a micro-step, and for those that follow it in its step."""
