@@ -26,7 +26,7 @@ EXTRAS = {
     "matplotlib": "for the charts of `report`: pip install matplotlib",
 } | {
     package: f"for the `{section}` section of a student JSON: pip install {package}"
-    for section, (_, package) in MONITORS.items()
+    for section, package in MONITORS.items()
 }
 COMPILER = "CPU Adam is compiled with it. Debian, Ubuntu: apt install g++"
 AIO = "a teacher or student on NVMe needs libaio; Debian, Ubuntu: apt install libaio-dev"

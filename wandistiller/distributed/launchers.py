@@ -39,9 +39,8 @@ def environment_problems(env: Mapping[str, str]) -> list[str]:
         if numbers.get(place, -1) >= numbers.get(size, LAST_PORT):
             text = f"environment: {place} is {env[place]}, but {size} is {env[size]}. Ranks count from 0."
             problems.append(text)
-    if "RANK" in env and (
-        lost := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
-    ):
+    lost = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
+    if "RANK" in env and lost:
         problems.append(
             f"environment: RANK is set, but {' and '.join(lost)} is not. Start with deepspeed, torchrun, "
             "srun or mpirun, or unset RANK for one process."

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from wandistiller.distributed.launchers import MARKS
 from wandistiller.utils import interrupts
 from wandistiller.utils.logging import IN_EVERY_STEP, current, log, log_to_file
 
@@ -24,8 +25,6 @@ ENDS_AT = 3
 """Number of requests by one signal at which a process ends without saving."""
 TORCHRUN = ("torchrun", "torch.distributed.run", "torch/distributed/run")
 LAUNCHERS = ("deepspeed", *TORCHRUN, "mpirun", "mpiexec", "orted", "hydra_pmi_proxy")
-STARTED_BY = {"TORCHELASTIC_RUN_ID", "CROSS_SIZE"}
-"""Variables that torchrun and deepspeed's launcher set for the processes that they start."""
 ONE_START = 1.0
 """Greatest number of seconds between the starts of a container's first process and of its only program; a
 launcher in between takes longer, as it imports torch."""
@@ -58,7 +57,8 @@ class ShutdownListener:
         pid, command = self._launchers[-1] if self._launchers else (0, "")  # the outermost
         # deepspeed has two, of which the first starts the second
         lost = "deepspeed.launcher.launch" in command and interrupts.process_stat(pid)[1] == 1
-        if not self._launchers and STARTED_BY & os.environ.keys():  # one of another name, or none any more
+        # one of another name, or none any more
+        if not self._launchers and any(name in os.environ for name in MARKS.values()):
             parent = os.getppid()
             lost = _is_adopted(parent)
             self._launchers = [(parent, _command_line(parent))] if parent and not lost else []

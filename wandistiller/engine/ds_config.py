@@ -21,7 +21,7 @@ from wandistiller.engine.ds_schema import (
     params_of,
     section_types,
 )
-from wandistiller.engine.ds_unsupported import NOT_OFFERED, is_on, not_offered_problems, student_problems
+from wandistiller.engine.ds_unsupported import INSTEAD, NOT_OFFERED, is_on, student_problems
 from wandistiller.engine.engine_config import RECOMPUTED, CheckpointPolicy, EngineConfig, Kernels
 from wandistiller.utils.errors import RECIPE, ConfigError, closest, nearest, unknown_keys
 from wandistiller.utils.files import read_json, shipped
@@ -96,7 +96,7 @@ def _unnamed(source: str, named: dict[str, str]) -> str | None:
 
 def key_problems(json: DeepSpeedJson) -> list[str]:
     """List unknown keys and wrong values of all sections."""
-    problems = not_offered_problems(json)
+    problems = [json.problem(key, json.raw[key], INSTEAD) for key in NOT_OFFERED if key in json.raw]
     json, where = json.without(*NOT_OFFERED), json.where
     for name, types in section_types().items():
         section = dict(json.section(name))

@@ -19,12 +19,8 @@ from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.utils.errors import folder_problems
 from wandistiller.utils.files import atomic
 
-MONITORS = {
-    "tensorboard": ("tensorboard", "tensorboard"),
-    "wandb": ("wandb", "wandb"),
-    "comet": ("comet_ml", "comet_ml"),
-}
-"""Section -> the module that DeepSpeed imports for it on rank 0 alone, and the package that brings it."""
+MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
+"""Section -> the package that DeepSpeed imports for it on rank 0 alone."""
 IN_FOLDERS = ("tensorboard", "csv_monitor")
 """Sections whose files lie in a folder."""
 WANDB_RUN = "wandb_run"
@@ -51,8 +47,8 @@ def monitor_problems(engine: EngineConfig) -> list[str]:
 @cache
 def _refusal(key: str, online: bool) -> str:
     """Try what a section switches on; return why it does not work, and what to do, or nothing."""
-    module, package = MONITORS[key]
-    if not find_spec(module):
+    package = MONITORS[key]
+    if not find_spec(package):
         return f"It needs: pip install {package}"
     try:
         if key == "tensorboard":

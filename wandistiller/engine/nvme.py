@@ -96,14 +96,13 @@ def locked_bytes(engine: EngineConfig, numels: Iterable[int], sharers: int) -> i
     return locked
 
 
-def lock_problems(nbytes: int, limit: int | None = None, root: Path = Path("/")) -> list[str]:
+def lock_problems(nbytes: int, root: Path = Path("/")) -> list[str]:
     """Problems of locking so many bytes in memory: DeepSpeed would abort without a message (0.19.8).
 
     Args:
-        limit: bytes, if it is not this process's own.
         root: the folder of proc/.
     """
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     status = dict(line.split(":", 1) for line in (root / "proc/self/status").read_text().splitlines())
     if limit == resource.RLIM_INFINITY or nbytes <= limit or int(status["CapEff"], 16) >> IPC_LOCK & 1:
         return []

@@ -5,6 +5,7 @@ import gc
 import shlex
 import shutil
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 from wandistiller.batch import STUDENT
@@ -182,8 +183,7 @@ def _is_complete(job: Job) -> bool:
 def _set_aside(checkpoints: Path) -> None:
     """Rename the checkpoints of an earlier run in this folder."""
     if checkpoints.exists():
-        number = 1
-        while (target := checkpoints.with_name(f"checkpoints.old{number}")).exists():
-            number += 1
+        names = (checkpoints.with_name(f"checkpoints.old{number}") for number in count(1))
+        target = next(name for name in names if not name.exists())
         shutil.move(checkpoints, target)
         collectives.log0("the earlier run's checkpoints are now in %s", target)

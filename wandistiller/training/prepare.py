@@ -61,8 +61,6 @@ def prepare(job: Job, ranks: Ranks = ALONE) -> tuple[CachedData, Conditions, Tea
     Raises:
         ConfigError: on all ranks; media cannot be used, and the run is strict or nothing is left.
     """
-    if ranks.degree != job.run.context_parallel:
-        raise ValueError("ranks that share samples are made by `ranks_of`, once, and handed on")
     set_activity("checking the VAE")
     with collectives.raise_on_all_ranks():
         if collectives.rank() == 0:  # pictures need it after hours

@@ -44,9 +44,6 @@ class Over(NamedTuple):
     draw: bool = False
 
 
-NOT_YET = Over()
-
-
 class RankReport(NamedTuple):
     """The state of one rank after a step."""
 
@@ -111,7 +108,7 @@ def by_sigma(loss_N: Tensor, sigma_N: Tensor) -> dict[str, float]:
 
 
 def reduce_over_ranks(
-    micro_steps: list[MicroStepResult], objective: Objective, role: str, over: Over = NOT_YET
+    micro_steps: list[MicroStepResult], objective: Objective, role: str, over: Over
 ) -> StepResult:
     """Average over the global batch, in sample order whatever the number of ranks. Collective.
 
@@ -169,10 +166,7 @@ def _gathered(
 
 
 def mean_of(results: list[StepResult]) -> dict[str, Any]:
-    """Return means of loss, of its terms if several, and of the gradient norm, and the last learning rate.
-
-    {} of no updates.
-    """
+    """Return means of loss, of its terms if several, of the gradient norm, and the last rate; {} of none."""
     if not results:
         return {}
     norms = [r.grad_norm for r in results]

@@ -253,9 +253,8 @@ class Trainer:
         if not folder:
             return 0
         set_activity(f"loading {folder}")
-        start = load(
-            self.learners, folder, changed_keys(folder, self._recorded, allowed), self.job.objective.others
-        )
+        changed = changed_keys(folder, self._recorded, allowed)
+        start = load(self.learners, folder, changed, self.job.objective.others)
         state = read_state(folder)
         self.nonfinite.skipped, self._warmed_up = state.get("skipped_steps", 0), state.get("head_start", 0)
         if "inputs" not in state:
