@@ -11,7 +11,7 @@ on_cpu()
 
 import torch
 
-from wandistiller.engine.kernels import emulates_bf16
+from wandistiller.distributed.device import emulates_bf16
 
 
 def milliseconds(size: int, dtype: torch.dtype, *, transposed: bool) -> float:

@@ -15,6 +15,7 @@ from wandistiller.data import cached_dataset
 from wandistiller.distributed.device import held_memory
 from wandistiller.teacher.loading import Arena
 from wandistiller.training.trainer import Trainer
+from wandistiller.training.update import RollOuts
 from wandistiller.utils.files import write_json
 
 
@@ -24,14 +25,14 @@ def put_in(fault: str) -> None:
     if fault == "locked":
         Arena.lock = lambda _: None
     if fault == "kept":
-        read, kept = Trainer._read, []
+        draw, kept = RollOuts._draw, []
 
-        def read_and_keep(trainer: Trainer, update: int, micro: int) -> Any:
-            kept.append(read(trainer, update, micro))
-            del kept[: -trainer.job.batch.accumulation]
+        def draw_and_keep(samples: RollOuts, update: int, micro: int) -> Any:
+            kept.append(draw(samples, update, micro))
+            del kept[: -samples._job.batch.accumulation]
             return kept[-1]
 
-        Trainer._read = read_and_keep
+        RollOuts._draw = draw_and_keep
 
 
 def measure_steps() -> None:

@@ -59,7 +59,7 @@ def test_a_step_of_dmd2_makes_the_planned_passes_for_each_of_its_samples(
     trainer, counted = trainer_of(recipe(tmp_path, wan1, **given)), Counter()
     job, learners = trainer.job, trainer.learners
     updates = len(trainer.updates)
-    drawn = [next(iter(trainer._read(u, m).values())).exit for u in range(updates) for m in range(4)]
+    drawn = [next(iter(trainer.samples._draw(u, m).values())).exit for u in range(updates) for m in range(4)]
     (teacher,) = local_modules(trainer.teacher)
     networks = {role: network.module for role, one in learners.items() for network in one.networks.values()}
     for name, network in (networks | {"teacher": teacher}).items():

@@ -66,7 +66,7 @@ def test_a_run_that_skips_learns_from_the_other_updates_of_both_networks(
     assert loading.read_state(end)["skipped_steps"] == 6
     for role in (STUDENT, CRITIC):
         network = end / loading.network_name(role, Expert.HIGH_NOISE)
-        pieces = ShardedTensors(loading.rank_files(network))
+        pieces = ShardedTensors(network)
         values = [pieces.read(kind, name) for kind in pieces.kinds() for name in pieces.names(kind)]
         assert values and all(value.isfinite().all() for value in values)
 

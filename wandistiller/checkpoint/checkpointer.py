@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from wandistiller.checkpoint import manifest
 from wandistiller.checkpoint.loading import AVERAGE, ENGINE, FORMAT, FROZEN, STATE, frozen_file, network_name
-from wandistiller.checkpoint.safetensors_stream import FileChecksum, Spec, checksum, piece_name, write_stream
+from wandistiller.checkpoint.safetensors_stream import FileChecksum, Spec, checksum, write_stream
 from wandistiller.distributed import collectives
 from wandistiller.engine.optimizer_state import MasterWeights, read_engine
 from wandistiller.experts import Expert
@@ -160,7 +160,7 @@ def _content(trained: MasterWeights, average: Ema | None) -> tuple[list[Spec], I
         dtypes = {kind: t.dtype for kind, t in trained.tensors(flat).items()}
         dtypes |= {AVERAGE: torch.float32} if average else {}
         for kind, dtype in dtypes.items():
-            specs += [Spec(piece_name(kind, p.name, p.start), dtype, p.numel) for p in trained.own(flat)]
+            specs += [Spec(f"{kind}/{p.start}/{p.name}", dtype, p.numel) for p in trained.own(flat)]
 
     def tensors() -> Iterator[Tensor]:
         for flat in trained.flats:

@@ -47,12 +47,12 @@ def load(
     for role, learner in learners.items():
         # the objective has a critic's learning rate
         renewed = role != STUDENT and "objective" in changed
-        own = changed | {"optimizer"} if renewed else changed
+        of_role = changed | {"optimizer"} if renewed else changed
         for expert, trained in learner.trained.items():
-            updates = roles[role].updates_before(step) if role in roles else step
+            updates = roles[role].warmup + step * roles[role].updates if role in roles else step
             place = updates if renewed and role in roles and step else None
             network = folder / network_name(role, expert)
-            _load_network(trained, learner.averages.get(expert), network, own, updates, place)
+            _load_network(trained, learner.averages.get(expert), network, of_role, updates, place)
     return step
 
 
@@ -77,7 +77,7 @@ def _load_network(
     """
     saved = json.loads((folder / ENGINE).read_text())
     place = place if saved["scheduler"] else updates
-    pieces = ShardedTensors(rank_files(folder))
+    pieces = ShardedTensors(folder)
     optimizer = type(trained.optimizer(trained.flats[0])).__name__
     same_optimizer = _family(saved["optimizer"]) == _family(optimizer)
     kinds = [k for k in pieces.kinds() if k not in (WEIGHTS, AVERAGE)] if same_optimizer else []
@@ -132,10 +132,6 @@ def load_frozen(models: dict[Expert, nn.Module], folder: Path) -> None:
             frozen[name].copy_(value)
 
 
-def rank_files(network: Path) -> list[Path]:
-    return sorted(network.glob("rank_*.safetensors"))
-
-
 def frozen_file(folder: Path, expert: Expert) -> Path:
     return folder / FROZEN / f"{expert.value}.safetensors"
 
@@ -150,7 +146,7 @@ def read_weights(folder: Path, expert: Expert, averaged: bool = False) -> Iterat
     """
     engine = folder / expert.value / ENGINE  # none of an expert that is not trained
     shapes = json.loads(engine.read_text())["shapes"] if engine.is_file() else {}
-    pieces = ShardedTensors(rank_files(folder / expert.value))
+    pieces = ShardedTensors(folder / expert.value)
     for name, shape in shapes.items():
         yield name, pieces.read(AVERAGE if averaged else WEIGHTS, name).view(shape)
     if frozen_file(folder, expert).is_file():

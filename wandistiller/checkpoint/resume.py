@@ -63,8 +63,8 @@ def latest_valid(output: Path, resume: str) -> Path | None:
                 collectives.log0("skipped   %s: %s", folder, "; ".join(problems))
     bad: list[str] = []
     with collectives.raise_on_all_ranks():
-        found = candidates(output, resume) if collectives.rank() == 0 else []
-    for folder in collectives.broadcast_object(found):
+        folders = candidates(output, resume) if collectives.rank() == 0 else []
+    for folder in collectives.broadcast_object(folders):
         problems = collectives.gather_problems(manifest.verify(folder, share=share))
         if not problems:
             return folder
@@ -141,16 +141,16 @@ def in_words(key: str, saved: dict[str, Any], now: dict[str, Any]) -> str:
     """
     if key not in MADE_OF:
         return _changes(*({key: state["identity"].get(key)} for state in (saved, now)), key)
-    found = [_changes(*({name: state["run"].get(name) for name in MADE_OF[key]} for state in (saved, now)))]
+    words = [_changes(*({name: state["run"].get(name) for name in MADE_OF[key]} for state in (saved, now)))]
     if key == "student":
         before, after = (state["facts"].get("before", []) for state in (saved, now))
         if before != after:
-            found.append(f"what it starts from was {json.dumps(before)}, now {json.dumps(after)}")
+            words.append(f"what it starts from was {json.dumps(before)}, now {json.dumps(after)}")
     files = [state.get("files", {}).get(key) for state in (saved, now)]
     if all(files) and (other := sorted(f for f in files[0] | files[1] if files[0].get(f) != files[1].get(f))):
-        more = f" and {len(other) - NAMED} more" if len(other) > NAMED else ""
-        found.append(f"not as they were: {', '.join(other[:NAMED])}{more}")
-    return "; ".join(filter(None, found)) or OTHERWISE[key]
+        beyond = f" and {len(other) - NAMED} more" if len(other) > NAMED else ""
+        words.append(f"not as they were: {', '.join(other[:NAMED])}{beyond}")
+    return "; ".join(filter(None, words)) or OTHERWISE[key]
 
 
 def _changes(before: dict[str, Any], after: dict[str, Any], known: str = "") -> str:
@@ -163,21 +163,22 @@ def _changes(before: dict[str, Any], after: dict[str, Any], known: str = "") -> 
     listed = []
     for name in first | second:
         if first.get(name) != second.get(name):
-            before, after = (
+            was, now = (
                 json.dumps(leaves[name], ensure_ascii=False, default=str) if name in leaves else "not given"
                 for leaves in (first, second)
             )
-            listed.append(
-                f"{before}, now {after}" if name == known else f"`{name}` was {before}, now {after}"
-            )
-    more = [f"and {len(listed) - NAMED} more"] if len(listed) > NAMED else []
-    return ", ".join(listed[:NAMED] + more)
+            listed.append(f"{was}, now {now}" if name == known else f"`{name}` was {was}, now {now}")
+    if len(listed) > NAMED:
+        listed[NAMED:] = [f"and {len(listed) - NAMED} more"]
+    return ", ".join(listed)
 
 
 def _leaves(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested objects: {"params.lr": 0.1}; what is null is not given."""
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, inner in value.items():
-        whole = isinstance(inner, dict) and inner
-        found |= _leaves(inner, f"{prefix}{key}.") if whole else {f"{prefix}{key}": inner}
-    return {name: inner for name, inner in found.items() if inner is not None}
+        if isinstance(inner, dict) and inner:
+            leaves |= _leaves(inner, f"{prefix}{key}.")
+        elif inner is not None:
+            leaves[f"{prefix}{key}"] = inner
+    return leaves

@@ -80,10 +80,10 @@ MAPPED = 2**26
 
 
 class ShardedTensors:
-    """Tensors in pieces across several files; a piece is named `KIND/START/NAME`."""
+    """Tensors in pieces across the ranks' files in a folder; a piece is named `KIND/START/NAME`."""
 
-    def __init__(self, files: Iterable[Path]):
-        self._paths, self._mapped = list(files), 0
+    def __init__(self, folder: Path):
+        self._paths, self._mapped = sorted(folder.glob("rank_*.safetensors")), 0
         self._open()
         self._pieces: dict[tuple[str, str], list[Piece]] = {}
         for number, file in enumerate(self._files):
@@ -123,7 +123,3 @@ class ShardedTensors:
             raise ValueError(f"{kind} of {name}: elements from {place} on are in no file.")
         self._mapped += sum(part.nbytes for part in parts)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def piece_name(kind: str, name: str, start: int) -> str:
-    return f"{kind}/{start}/{name}"

@@ -11,11 +11,9 @@ from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, FusedAdamBu
 
 from wandistiller.cli.flags import DoctorFlags
 from wandistiller.distributed import collectives
-from wandistiller.distributed.device import on_accelerator
-from wandistiller.engine.extensions import BUILD_ERRORS, reason
-from wandistiller.engine.kernels import emulates_bf16
+from wandistiller.distributed.device import emulates_bf16, on_accelerator
+from wandistiller.engine.extensions import find_nvcc, reason
 from wandistiller.engine.monitors import MONITORS
-from wandistiller.engine.nvcc import find_nvcc
 from wandistiller.monitoring.environment import version, versions
 from wandistiller.planner.machine import memory_line, this_machine
 from wandistiller.utils.system_memory import GIB
@@ -28,7 +26,7 @@ EXTRAS = {
     "matplotlib": "for the charts of `report`: pip install matplotlib",
 } | {
     package: f"for the `{section}` section of a student JSON: pip install {package}"
-    for section, (_, package) in MONITORS.items()
+    for section, package in MONITORS.items()
 }
 COMPILER = "CPU Adam is compiled with it. Debian, Ubuntu: apt install g++"
 AIO = "a teacher or student on NVMe needs libaio; Debian, Ubuntu: apt install libaio-dev"
@@ -83,7 +81,7 @@ def built(name: str, builder: Any, why: str) -> str:
         if not builder.is_compatible(verbose=False):
             return f"missing    {name}: {why}"
         builder.load(verbose=False)
-    except BUILD_ERRORS as error:
+    except Exception as error:  # of many kinds
         return f"missing    {name} does not build: {reason(error)}"
     return f"built      {name}"
 

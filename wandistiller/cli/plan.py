@@ -12,7 +12,7 @@ from wandistiller.config.recipe import recipe_of
 from wandistiller.config.stages import read_jobs
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import count as number_of_gpus
-from wandistiller.engine.kernels import emulates_bf16
+from wandistiller.distributed.device import emulates_bf16
 from wandistiller.planner.disk import on_its_disk, swap_folder
 from wandistiller.planner.machine import Machine, this_machine
 from wandistiller.planner.resolve_auto import HELPS, choices, chosen, left_open

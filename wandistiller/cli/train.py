@@ -12,9 +12,8 @@ from wandistiller.config.stage_order import latents_problems
 from wandistiller.config.stages import read_jobs, whole_output
 from wandistiller.config.summary import precision_lines, summary
 from wandistiller.distributed import collectives
-from wandistiller.distributed.device import make_deterministic
+from wandistiller.distributed.device import emulates_bf16, make_deterministic
 from wandistiller.distributed.shutdown import STOP, stopping
-from wandistiller.engine.kernels import emulates_bf16
 from wandistiller.export.output import check_ends
 from wandistiller.planner.disk import HELPS, Shortages, fetch_problems, log_disk_use, shortages
 from wandistiller.planner.resolve_auto import resolved

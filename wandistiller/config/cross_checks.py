@@ -16,8 +16,8 @@ from wandistiller.data.lines import prompt_problems
 from wandistiller.data.media import video_problem
 from wandistiller.distributed import device
 from wandistiller.distributed.sequence_parallel import division_problems
-from wandistiller.engine.activation_checkpointing import SECTION, CheckpointPolicy
 from wandistiller.engine.ds_schema import BLOCK
+from wandistiller.engine.engine_config import RECOMPUTED, CheckpointPolicy
 from wandistiller.engine.nvme import lock_problems, locked_bytes
 from wandistiller.experts import Expert
 from wandistiller.flow import RENOISE, FlowSchedule
@@ -171,7 +171,7 @@ def shared_base_problems(job: Job) -> list[str]:
     )
     if not engine.recompute:
         remedy = "Add it, {} will do, or give the flag --gradient_checkpointing."
-        return [f"{engine.where}: `{SECTION}` is missing. {why} {remedy}"]
+        return [f"{engine.where}: `{RECOMPUTED}` is missing. {why} {remedy}"]
     keys = [f.name for f in fields(CheckpointPolicy) if f.name in engine.block]
     return [engine.problem(f"{BLOCK}.{key}", engine.block[key], f"{why} Leave it out.") for key in keys]
 

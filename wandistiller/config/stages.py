@@ -18,7 +18,7 @@ from wandistiller.config.stage_order import order_problems
 from wandistiller.config.start import DONE, recorded_stages
 from wandistiller.config.validate import read_job
 from wandistiller.engine.ds_json import DeepSpeedJson
-from wandistiller.objectives.registry import read_objective
+from wandistiller.objectives.objective import read_objective
 from wandistiller.teacher.strategies import strategies
 from wandistiller.utils.errors import ConfigError, Problem
 from wandistiller.utils.files import read_json, write_json

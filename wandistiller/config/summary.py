@@ -9,7 +9,7 @@ from wandistiller.config.identity import tuning
 from wandistiller.config.job import Job
 from wandistiller.data.dataset import MediaType
 from wandistiller.data.lines import NEGATIVE_PROMPT
-from wandistiller.engine.kernels import emulates_bf16
+from wandistiller.distributed.device import emulates_bf16
 from wandistiller.objectives.script import TEACHER
 from wandistiller.teacher.teacher_json import quantized_facts
 

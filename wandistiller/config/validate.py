@@ -19,7 +19,7 @@ from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.preflight import config_problems
 from wandistiller.network.adapters import Lora
 from wandistiller.network.folder import Folder
-from wandistiller.objectives.registry import read_objective
+from wandistiller.objectives.objective import read_objective
 from wandistiller.student.config import StudentConfig, read_student_config
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.teacher.quantized import missing_problems

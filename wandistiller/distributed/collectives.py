@@ -16,8 +16,14 @@ from deepspeed.utils import groups
 from torch import Tensor
 from torch.distributed import Store
 
-from wandistiller.distributed import gpus
-from wandistiller.distributed.device import default_backend, device, nccl_version, on_accelerator
+from wandistiller.distributed.device import (
+    default_backend,
+    device,
+    nccl_version,
+    on_accelerator,
+    require_own_gpu,
+    take_gpu,
+)
 from wandistiller.distributed.meeting import Meeting
 from wandistiller.distributed.shutdown import Stopped, stopping
 from wandistiller.distributed.watchdog import Watchdog, open_store
@@ -76,7 +82,7 @@ def init(log_level: str = "info") -> None:
     if "RANK" not in os.environ:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         os.environ.update(alone | {"MASTER_PORT": "0"})  # any that is free
-    gpus.take_gpu()
+    take_gpu()
     if not dist.is_initialized():
         watchdog = Watchdog(rank(), world_size())
         watchdog.start()
@@ -101,7 +107,7 @@ def _init_backend(store: Store) -> None:
     # DeepSpeed's groups take no other timeout (0.19.8)
     for default in ("default_pg_timeout", "default_pg_nccl_timeout"):
         setattr(dist.distributed_c10d, default, COLLECTIVE_TIMEOUT)
-    gpus.require_own_gpu(dist.PrefixStore("gpus", store), rank(), world_size())
+    require_own_gpu(dist.PrefixStore("gpus", store), rank(), world_size())
     dist.init_process_group(
         name,
         store=dist.PrefixStore("default_pg", store),
@@ -252,7 +258,7 @@ def call_owner(
         dist.recv_object_list(header, owner)
         outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in header[0]]
         return _received(outputs, owner)
-    computed, own = None, []
+    computed, for_owner = None, []
     for other in peers:
         size, theirs = iter(sizes[other]), inputs
         if other != owner:
@@ -260,11 +266,11 @@ def call_owner(
         if sharers(other) != computed:
             computed, outputs = sharers(other), compute(theirs)
         if other == owner:
-            own = outputs
+            for_owner = outputs
             continue
         dist.send_object_list([[(tuple(t.shape), t.dtype) for t in outputs]], other)
         _send(outputs, other)
-    return own
+    return for_owner
 
 
 def _send(tensors: list[Tensor], target: int) -> None:

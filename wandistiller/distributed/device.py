@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch.distributed import Store
+
+from wandistiller.utils.errors import ConfigError
 
 
 def kind() -> str:
@@ -71,6 +74,17 @@ def nccl_version() -> str:
 
 def supports_fp16() -> bool:
     return get_accelerator().is_fp16_supported()
+
+
+def emulates_bf16() -> bool:
+    """Return whether this rank computes on a CPU without instructions for bf16.
+
+    Its products in bf16 then take 6 to 56 times as long as in float32 (torch 2.13, whose oneDNN refuses
+    them; `python tests/bench/emulation.py`).
+    """
+    if on_accelerator():
+        return False
+    return not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class DeviceMemory(NamedTuple):
@@ -159,3 +173,53 @@ def record_allocations(most: int | None) -> None:
 
 def write_allocations(file: Path) -> None:
     torch.cuda.memory._dump_snapshot(str(file))
+
+
+def take_gpu() -> None:
+    """Make the GPU of this rank the current one, if there are GPUs.
+
+    Where a rank sees only one, as under srun, it is rank 0 of its GPUs; DeepSpeed reads that too.
+
+    Raises:
+        ConfigError: CUDA does not start, or the node has fewer GPUs than ranks.
+    """
+    if not on_accelerator():
+        return
+    if (visible := count()) == 1:
+        os.environ["LOCAL_RANK"] = "0"
+    if local_rank() >= visible:
+        raise ConfigError(
+            f"Rank {local_rank()} of this node has no GPU of its own: {visible} can be seen here. "
+            f"Start {visible} rank(s) a node, or let CUDA_VISIBLE_DEVICES name more GPUs."
+        )
+    try:
+        make_current()
+        memory_size()
+    except RuntimeError as error:  # NVML counts GPUs that CUDA cannot use
+        reason = str(error).strip().splitlines()[0]
+        made_for = f"torch {torch.__version__} is built for {title()} {version()}"
+        remedy = "Update the driver, or install a torch for it (https://pytorch.org/get-started)."
+        raise ConfigError(f"{title()} does not start: {reason}. {made_for}. {remedy}") from None
+
+
+def require_own_gpu(store: Store, rank: int, world: int) -> None:
+    """Compare the ranks' GPUs through the store, before NCCL would end or hang. Collective.
+
+    Raises:
+        ConfigError: on every rank, if two compute on the same GPU.
+    """
+    store.set(f"gpu/{rank}", identity() or "none")
+    ranks_of: dict[str, list[int]] = {}
+    for other in range(world):
+        ranks_of.setdefault(store.get(f"gpu/{other}").decode(), []).append(other)
+    problems = [
+        f"Ranks {', '.join(map(str, ranks))} compute on the same GPU, {uuid}. Start one rank a GPU: with "
+        "--num_gpus, with CUDA_VISIBLE_DEVICES, or with srun's --gpus-per-task and --gpu-bind."
+        for uuid, ranks in ranks_of.items()
+        if len(ranks) > 1 and uuid != "none"
+    ]
+    if problems:
+        store.set(f"gpu_compared/{rank}", "")
+        if rank == 0:  # the store ends with this process, and the others may still read
+            store.wait([f"gpu_compared/{other}" for other in range(world)])
+        raise ConfigError(*problems)

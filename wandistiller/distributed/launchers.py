@@ -39,9 +39,8 @@ def environment_problems(env: Mapping[str, str]) -> list[str]:
         if numbers.get(place, -1) >= numbers.get(size, LAST_PORT):
             text = f"environment: {place} is {env[place]}, but {size} is {env[size]}. Ranks count from 0."
             problems.append(text)
-    if "RANK" in env and (
-        lost := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
-    ):
+    lost = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
+    if "RANK" in env and lost:
         problems.append(
             f"environment: RANK is set, but {' and '.join(lost)} is not. Start with deepspeed, torchrun, "
             "srun or mpirun, or unset RANK for one process."
@@ -118,17 +117,17 @@ def started_by(env: MutableMapping[str, str]) -> str:
 
 def share_cores(env: MutableMapping[str, str], cores: int) -> None:
     """Set OMP_NUM_THREADS, if unset, to this rank's share of the node's cores; before torch is imported."""
-    given = (re.match(r"\d{1,9}", env.get(name, "")) for name in LOCAL_SIZES)
-    ranks = next((int(number[0]) for number in given if number), 1)
+    sizes = (re.match(r"\d{1,9}", env.get(name, "")) for name in LOCAL_SIZES)
+    ranks = next((int(size[0]) for size in sizes if size), 1)
     if ranks > 1:
         env.setdefault("OMP_NUM_THREADS", env.get("SLURM_CPUS_PER_TASK", str(max(1, cores // ranks))))
 
 
 def own_programs_first(env: MutableMapping[str, str]) -> None:
     """Put this Python's programs, such as ninja, first on PATH: launchers by ssh activate no environment."""
-    own, path = str(Path(sys.executable).parent), env.get("PATH", os.defpath)
-    if own not in path.split(os.pathsep):
-        env["PATH"] = own + os.pathsep + path
+    programs, path = str(Path(sys.executable).parent), env.get("PATH", os.defpath)
+    if programs not in path.split(os.pathsep):
+        env["PATH"] = programs + os.pathsep + path
 
 
 def first_host(nodes: str) -> str:

@@ -37,9 +37,9 @@ class Ranks:
         if degree == 1:
             return cls()
         first = collectives.rank() // degree * degree
-        own = collectives.group(list(range(first, first + degree)))
-        groups = dict.fromkeys(("cpu", collectives.device().type), own)
-        if dist.get_backend(own) == "nccl":  # which takes no tensors in CPU memory
+        group = collectives.group(list(range(first, first + degree)))
+        groups = dict.fromkeys(("cpu", collectives.device().type), group)
+        if dist.get_backend(group) == "nccl":  # which takes no tensors in CPU memory
             by_replica = [list(range(i, i + degree)) for i in range(0, collectives.world_size(), degree)]
             timeout = collectives.COLLECTIVE_TIMEOUT
             groups["cpu"], _ = dist.new_subgroups_by_enumeration(by_replica, timeout, backend="gloo")
@@ -126,7 +126,7 @@ def division_problems(
     return [problem(where, SHARED, number, f"{what}. {remedy}") for what, value in rules if value % number]
 
 
-SHARED = "shared_sequences"
+SHARING = "shared_sequences"
 """Attribute of a network with its `Sharing`."""
 
 
@@ -140,7 +140,7 @@ class Sharing:
 @contextmanager
 def whole_sequences(networks: Iterable[nn.Module]) -> Iterator[None]:
     """Let this rank compute whole sequences with `networks` within."""
-    before = {now: now.ranks for network in networks if (now := getattr(network, SHARED, None))}
+    before = {now: now.ranks for network in networks if (now := getattr(network, SHARING, None))}
     for now in before:
         now.ranks = ALONE
     try:

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from wandistiller.distributed.launchers import MARKS
 from wandistiller.utils import interrupts
 from wandistiller.utils.logging import IN_EVERY_STEP, current, log, log_to_file
 
@@ -24,8 +25,6 @@ ENDS_AT = 3
 """Number of requests by one signal at which a process ends without saving."""
 TORCHRUN = ("torchrun", "torch.distributed.run", "torch/distributed/run")
 LAUNCHERS = ("deepspeed", *TORCHRUN, "mpirun", "mpiexec", "orted", "hydra_pmi_proxy")
-STARTED_BY = {"TORCHELASTIC_RUN_ID", "CROSS_SIZE"}
-"""Variables that torchrun and deepspeed's launcher set for the processes that they start."""
 ONE_START = 1.0
 """Greatest number of seconds between the starts of a container's first process and of its only program; a
 launcher in between takes longer, as it imports torch."""
@@ -58,7 +57,8 @@ class ShutdownListener:
         pid, command = self._launchers[-1] if self._launchers else (0, "")  # the outermost
         # deepspeed has two, of which the first starts the second
         lost = "deepspeed.launcher.launch" in command and interrupts.process_stat(pid)[1] == 1
-        if not self._launchers and STARTED_BY & os.environ.keys():  # one of another name, or none any more
+        # one of another name, or none any more
+        if not self._launchers and any(name in os.environ for name in MARKS.values()):
             parent = os.getppid()
             lost = _is_adopted(parent)
             self._launchers = [(parent, _command_line(parent))] if parent and not lost else []
@@ -123,20 +123,17 @@ class ShutdownListener:
             interrupts.end_compilers()
             os._exit(128 + number)
 
-    def request_stop(self, reason: str, more: str = "") -> None:
-        """Stop at the end of the step in flight, or of the call of a network; say so, when, and `more`."""
+    def request_stop(self, reason: str, remark: str = "") -> None:
+        """Stop at the end of the step in flight, or of the call of a network; say so, when, and `remark`."""
         if not self.reason:
             self.reason = reason
             # the part of the work that is not interrupted, with the time that it still takes, if known
-            in_step = current.step and current.activity.startswith(IN_EVERY_STEP)
-            what = (
-                f"step {current.step} and its checkpoint"
-                if in_step
-                else f"what runs now ({current.activity})"
-            )
+            what = f"what runs now ({current.activity})"
+            if current.step and current.activity.startswith(IN_EVERY_STEP):
+                what = f"step {current.step} and its checkpoint"
             left = current.due - time.monotonic()
             what += f", about {left:.0f} s" if left > 0 else ""
-            _say(f"{reason}: stopping after {what}{more}")
+            _say(f"{reason}: stopping after {what}{remark}")
             if reason not in [number.name for number in interrupts.SIGNALS]:  # which interrupt it themselves
                 interrupts.interrupt_build()
 
@@ -191,8 +188,8 @@ def _is_adopted(parent: int) -> bool:
     if os.getpid() == 2:
         return False
     with suppress(psutil.Error):  # process 1 may be hidden
-        first, own = (psutil.Process(pid).create_time() for pid in (1, os.getpid()))
-        return own - first > ONE_START
+        first, this = (psutil.Process(pid).create_time() for pid in (1, os.getpid()))
+        return this - first > ONE_START
     return True
 
 

@@ -42,7 +42,7 @@ def batch_size(json: DeepSpeedJson, world: int) -> BatchSize:
     """
     if wrong := value_problems(json.where, json.raw, dict.fromkeys(BATCH_KEYS, Count)):
         raise ConfigError(*wrong)
-    total, micro, accumulation = given = [json.raw.get(k) for k in BATCH_KEYS]
+    total, micro, accumulation = in_json = [json.raw.get(k) for k in BATCH_KEYS]
     if total is None and micro is None:
         raise ConfigError(
             f"{json.where}: no batch size. Write `train_batch_size`, `train_micro_batch_size_per_gpu` or "
@@ -58,9 +58,9 @@ def batch_size(json: DeepSpeedJson, world: int) -> BatchSize:
         raise ConfigError(
             json.problem("train_batch_size", total, f"On {world} rank(s) it must be at least {least}.")
         )
-    if total is not None and micro * accumulation * world != total and None in given:
-        raise ConfigError(json.problem("train_batch_size", total, unshared(total, world, *given[1:])))
-    if total is not None and micro * accumulation * world != total:
+    if total not in (None, micro * accumulation * world) and None in in_json:
+        raise ConfigError(json.problem("train_batch_size", total, unshared(total, world, *in_json[1:])))
+    if total not in (None, micro * accumulation * world):
         raise ConfigError(
             f"{json.where}: train_batch_size {total} is not train_micro_batch_size_per_gpu {micro} x "
             f"gradient_accumulation_steps {accumulation} x {world} ranks = {micro * accumulation * world}. "

@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from wandistiller.engine.activation_checkpointing import recompute_problems
 from wandistiller.engine.batch_size import batch_size
 from wandistiller.engine.ds_json import DeepSpeedJson
 from wandistiller.engine.ds_schema import (
@@ -22,11 +21,11 @@ from wandistiller.engine.ds_schema import (
     params_of,
     section_types,
 )
-from wandistiller.engine.ds_unsupported import NOT_OFFERED, is_on, not_offered_problems, student_problems
-from wandistiller.engine.engine_config import EngineConfig
+from wandistiller.engine.ds_unsupported import INSTEAD, NOT_OFFERED, is_on, student_problems
+from wandistiller.engine.engine_config import RECOMPUTED, CheckpointPolicy, EngineConfig, Kernels
 from wandistiller.utils.errors import RECIPE, ConfigError, closest, nearest, unknown_keys
 from wandistiller.utils.files import read_json, shipped
-from wandistiller.utils.validation import check, value_problems
+from wandistiller.utils.validation import check, types_of, value_problems
 
 # deepspeed 0.19.8 would allocate for 5e8 numbers, 2 GB in float32, however small the student
 BUCKETS = {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}
@@ -37,8 +36,6 @@ LEAN_STAGE_3 = {
     "stage3_prefetch_bucket_size": 20_000_000,
     "stage3_max_reuse_distance": 100_000_000,
 }
-
-
 REMARKS = ("_", "/", "#")
 """First characters of keys that hold remarks; so does `comment`."""
 
@@ -65,9 +62,9 @@ def load(source: str | dict[str, Any], named: Iterable[str] = (), where: str = R
 
 def _as_read(ds: dict[str, Any]) -> dict[str, Any]:
     """Return a copy without remarks, null, which is a default, and sections that are switched off."""
-    own = {BLOCK: ds[BLOCK]} if BLOCK in ds else {}
-    ds = {key: value for key, value in ds.items() if key not in NOT_OFFERED or is_on(value, default=1.0)}
-    return _without_remarks({key: value for key, value in ds.items() if key != BLOCK}) | own
+    of_deepspeed = {key: value for key, value in ds.items() if key != BLOCK}
+    on = {k: v for k, v in of_deepspeed.items() if k not in NOT_OFFERED or is_on(v, default=1.0)}
+    return _without_remarks(on) | {key: ds[key] for key in (BLOCK,) if key in ds}
 
 
 def _without_remarks(value: Any) -> Any:
@@ -99,15 +96,15 @@ def _unnamed(source: str, named: dict[str, str]) -> str | None:
 
 def key_problems(json: DeepSpeedJson) -> list[str]:
     """List unknown keys and wrong values of all sections."""
-    problems = not_offered_problems(json)
+    problems = [json.problem(key, json.raw[key], INSTEAD) for key in NOT_OFFERED if key in json.raw]
     json, where = json.without(*NOT_OFFERED), json.where
     for name, types in section_types().items():
-        given = dict(json.section(name))
+        section = dict(json.section(name))
         prefix = f"{name}." if name else ""
-        for key in sorted(given.keys() - types.keys()):
+        for key in sorted(section.keys() - types.keys()):
             if remedy := _renamed_or_misplaced(key):
-                problems.append(json.problem(prefix + key, given.pop(key), remedy))
-        problems += check(where, given, types, prefix)[0]
+                problems.append(json.problem(prefix + key, section.pop(key), remedy))
+        problems += check(where, section, types, prefix)[0]
     for name, types in PARAMS.items():
         problems += value_problems(where, json.section(name), types, f"{name}.")
     problems += _typed_problems(json, "optimizer", OPTIMIZERS)
@@ -124,11 +121,12 @@ def _renamed_or_misplaced(key: str) -> str | None:
 
 def _typed_problems(json: DeepSpeedJson, section: str, types: tuple[str, ...]) -> list[str]:
     """List problems of {"type": ..., "params": {...}}: a wrong type, unknown and missing settings."""
-    if not isinstance(given := json.raw.get(section), dict):
+    if not isinstance(json.raw.get(section), dict):
         return []  # left out, or reported already
-    if "type" not in given and set(given) - {"params"}:
+    keys, kind = json.raw[section].keys(), json.raw[section].get("type")
+    if "type" not in keys and keys - {"params"}:
         return []  # an unknown key, reported already, is likely its misspelling
-    kind, params = given.get("type"), given.get("params", {})
+    params = json.raw[section].get("params", {})
     # of a schedule DeepSpeed knows the exact name alone
     same = [t for t in types if kind == t or (section == "optimizer" and f"{kind}".lower() == t.lower())]
     if not same:
@@ -152,7 +150,7 @@ def student_engine(json: DeepSpeedJson, world: int) -> EngineConfig:
         ConfigError: with all problems at once.
     """
     problems = key_problems(json.without(BLOCK)) + rate_problems(json) + offload_problems(json)
-    problems += recompute_problems(json) + student_problems(json)
+    problems += block_problems(json) + student_problems(json)
     try:
         batch = batch_size(json, world)
     except ConfigError as error:
@@ -191,6 +189,29 @@ def rate_problems(json: DeepSpeedJson) -> list[str]:
         f"{json.where}: `{section}.params.{key}` is missing, and DeepSpeed would train at a default of its "
         f"own. {give}, or write it."
     ]
+
+
+def block_problems(json: DeepSpeedJson) -> list[str]:
+    """List the problems of the block "wandistiller", and kernels that cannot learn or do not fit the rest."""
+    policy, block = types_of(CheckpointPolicy), json.section(BLOCK)
+    problems, _ = check(json.where, json.raw.get(BLOCK, {}), policy | types_of(Kernels), f"{BLOCK}.")
+    if block.get("attention") == "sage":
+        remedy = "It has no backward pass. Write another, such as flash."
+        problems.append(json.problem(f"{BLOCK}.attention", "sage", remedy))
+    if block.get("compile") is True and json.stage == 3:
+        remedy = "ZeRO-3 fetches weights inside of the blocks. Leave it out, or write stage 2."
+        problems.append(json.problem(f"{BLOCK}.compile", True, remedy))
+    if block.get("compile") is True and block.get("checkpoint", "blocks") != "blocks":
+        remedy = f'Compiled blocks are recomputed whole: leave `{BLOCK}.checkpoint` out, or write "blocks".'
+        problems.append(json.problem(f"{BLOCK}.compile", True, remedy))
+    if policy.keys() & block.keys() and RECOMPUTED not in json.raw:
+        text = f"`{BLOCK}` says what is checkpointed, but there is no `{RECOMPUTED}`. Add it: {{}} will do."
+        problems.append(f"{json.where}: {text}")
+    section, key = json.section(RECOMPUTED), "contiguous_memory_optimization"
+    if section.get(key) and not section.get("partition_activations"):  # an assertion in deepspeed 0.19.8
+        remedy = "DeepSpeed has it only together with `partition_activations`: true."
+        problems.append(json.problem(f"{RECOMPUTED}.{key}", True, remedy))
+    return problems
 
 
 def offload_problems(json: DeepSpeedJson) -> list[str]:

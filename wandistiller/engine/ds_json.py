@@ -8,7 +8,6 @@ from typing import Any, Self
 
 import torch
 
-from wandistiller.engine.ds_schema import section_of
 from wandistiller.utils.errors import problem
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,7 +32,10 @@ class DeepSpeedJson:
 
     def section(self, name: str) -> dict[str, Any]:
         """Return a section by its dotted name; empty if there is none, or no object."""
-        return section_of(self.raw, name)
+        section = self.raw
+        for part in filter(None, name.split(".")):
+            section = section[part] if isinstance(section.get(part), dict) else {}
+        return section
 
     def problem(self, key: str, value: object, remedy: str) -> str:
         return problem(self.where, key, value, remedy)

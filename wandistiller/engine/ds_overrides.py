@@ -86,11 +86,10 @@ def fill_auto(json: J, max_steps: int) -> J:
     lr = 5e-5 if lr == "auto" else lr
     filled = {"lr": lr, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0, "warmup_max_lr": lr}
     filled |= {"warmup_min_lr": 0, "warmup_num_steps": 1, "total_num_steps": max_steps, "stage": 2}
-    own = {BLOCK: ds[BLOCK]} if BLOCK in ds else {}
-    return replace(json, raw=_without_auto(ds, filled) | own)
+    return replace(json, raw=_without_auto(ds, filled) | {key: ds[key] for key in (BLOCK,) if key in ds})
 
 
 def _without_auto(section: dict[str, Any], filled: dict[str, Any]) -> dict[str, Any]:
-    given = {k: filled.get(k) if value == "auto" else value for k, value in section.items()}
-    inner = {k: _without_auto(value, filled) for k, value in given.items() if isinstance(value, dict)}
-    return {k: value for k, value in (given | inner).items() if value is not None}
+    values = {key: filled.get(key) if value == "auto" else value for key, value in section.items()}
+    values |= {key: _without_auto(v, filled) for key, v in values.items() if isinstance(v, dict)}
+    return {key: value for key, value in values.items() if value is not None}

@@ -235,17 +235,9 @@ def _strict(field: FieldInfo) -> Any:
 def params_of(kind: str) -> dict[str, bool]:
     """The settings of a schedule or an optimizer, and whether each is required."""
     if kind in SCHEDULERS:
-        _, *own = inspect.signature(getattr(lr_schedules, kind)).parameters.values()
-        return {p.name: p.default is p.empty for p in own}
+        _, *settings = inspect.signature(getattr(lr_schedules, kind)).parameters.values()
+        return {p.name: p.default is p.empty for p in settings}
     if kind in OTHER_PARAMS:
         return dict.fromkeys(OTHER_PARAMS[kind].split(), False)
-    own = inspect.signature(DeepSpeedCPUAdam).parameters.keys() - {"model_params", "adamw_mode"}
-    choice_of_class = {"torch_adam", "adam_w_mode", "foreach", "fused"}
-    return dict.fromkeys(own | choice_of_class, False)
-
-
-def section_of(ds: dict[str, Any], section: str) -> dict[str, Any]:
-    """A section by its dotted name; empty if there is none, or no object."""
-    for part in filter(None, section.split(".")):
-        ds = ds[part] if isinstance(ds.get(part), dict) else {}
-    return ds
+    settings = inspect.signature(DeepSpeedCPUAdam).parameters.keys() - {"model_params", "adamw_mode"}
+    return dict.fromkeys(settings | {"torch_adam", "adam_w_mode", "foreach", "fused"}, False)

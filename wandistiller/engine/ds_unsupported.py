@@ -107,11 +107,6 @@ RULES: dict[str, tuple[Callable[[Any, _Engine], bool], str]] = {
 }
 
 
-def not_offered_problems(json: DeepSpeedJson) -> list[str]:
-    """List the sections that neither the student's nor the teacher's engine may have."""
-    return [json.problem(key, json.raw[key], INSTEAD) for key in NOT_OFFERED if key in json.raw]
-
-
 def student_problems(json: DeepSpeedJson) -> list[str]:
     """List the settings that are refused, with the reason."""
     problems, engine = [], _Engine(json)

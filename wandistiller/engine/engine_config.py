@@ -1,17 +1,39 @@
-"""A checked DeepSpeed JSON and its meaning."""
+"""A checked DeepSpeed JSON and its meaning, with the keys of its block "wandistiller"."""
 
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Literal, Self, TypeVar
 
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from wandistiller.engine.activation_checkpointing import SECTION, CheckpointPolicy
 from wandistiller.engine.batch_size import BatchSize
 from wandistiller.engine.ds_json import DeepSpeedJson
 from wandistiller.engine.ds_schema import BATCH_KEYS, BLOCK
-from wandistiller.engine.kernels import Kernels
-from wandistiller.utils.validation import types_of
+from wandistiller.utils.validation import Count
+
+T = TypeVar("T")
+RECOMPUTED = "activation_checkpointing"
+"""DeepSpeed's section of what backward passes recompute."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """Kernels of a network's blocks: keys of the block in both JSONs."""
+
+    attention: Literal["native", "_native_cudnn", "flash", "_flash_3", "sage"] = "native"
+    """Attention among the patches, by diffusers' names: torch's own choice, or one kernel for it."""
+    compile: bool = False
+    """Compile each block by torch.compile: minutes at the start, and fewer, larger kernels."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointPolicy:
+    """Modules that DeepSpeed's section is applied to: keys of the block in the student's JSON."""
+
+    checkpoint: Literal["blocks", "attention", "feed_forward"] = "blocks"
+    """Recomputed part: whole `blocks`, or in each only `attention` (self and cross) or `feed_forward`."""
+    checkpoint_every: Count = 1
+    """2: in every second block, from the first."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +50,10 @@ class EngineConfig(DeepSpeedJson):
         """This package's own settings."""
         return self.raw.get(BLOCK, {})
 
+    def _of_block(self, settings: type[T]) -> T:
+        names = [field.name for field in fields(settings) if field.name in self.block]
+        return settings(**{name: self.block[name] for name in names})
+
     @property
     def for_deepspeed(self) -> dict[str, Any]:
         """The JSON without them, as DeepSpeed may see it."""
@@ -35,24 +61,22 @@ class EngineConfig(DeepSpeedJson):
 
     @cached_property
     def kernels(self) -> Kernels:
-        names = {f.name for f in fields(Kernels)}
-        return Kernels(**{key: value for key, value in self.block.items() if key in names})
+        return self._of_block(Kernels)
 
     @cached_property
     def recompute(self) -> CheckpointPolicy | None:
         """The parts that backward passes recompute; None: nothing."""
-        own = {key: value for key, value in self.block.items() if key in types_of(CheckpointPolicy)}
-        return CheckpointPolicy(**own) if SECTION in self.raw else None
+        return self._of_block(CheckpointPolicy) if RECOMPUTED in self.raw else None
 
     @property
     def without_recompute(self) -> Self:
         """The JSON of an engine that keeps all activations."""
-        return self.without(SECTION, BLOCK)
+        return self.without(RECOMPUTED, BLOCK)
 
     @property
     def empties_inputs(self) -> bool:
         """True if checkpoints partition or offload their inputs, which empties them (deepspeed 0.19.8)."""
-        section = self.section(SECTION)
+        section = self.section(RECOMPUTED)
         return bool(section.get("partition_activations") or section.get("cpu_checkpointing"))
 
     @property
@@ -72,9 +96,9 @@ class EngineConfig(DeepSpeedJson):
         Args:
             parts: modules of a block by the recomputed part; none for the whole.
         """
-        section = self.section(SECTION)
+        section = self.section(RECOMPUTED)
         if not self.recompute or not section.get("contiguous_memory_optimization"):
             return self
         blocks = -(-layers // self.recompute.checkpoint_every)
         number = blocks * max(1, len(parts[self.recompute.checkpoint]))
-        return self.replaced(**{SECTION: {"number_checkpoints": number} | section})
+        return self.replaced(**{RECOMPUTED: {"number_checkpoints": number} | section})

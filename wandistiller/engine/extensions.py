@@ -1,27 +1,19 @@
-"""DeepSpeed's C++ and CUDA extensions: which a run needs, and their builds before anything is loaded."""
+"""DeepSpeed's C++ and CUDA extensions: which a run needs, their compiler, and their builds, done first."""
 
 from collections.abc import Iterator
-from subprocess import SubprocessError
+from pathlib import Path
+from typing import NamedTuple
 
+import torch.utils.cpp_extension
+from deepspeed.git_version_info import installed_ops
 from deepspeed.ops import op_builder
-from deepspeed.ops.op_builder.builder import CUDAMismatchException, MissingCUDAException, OpBuilder
+from deepspeed.ops.op_builder.builder import MissingCUDAException, OpBuilder, installed_cuda_version
 
+from wandistiller.distributed.device import kind
 from wandistiller.engine.engine_config import EngineConfig
-from wandistiller.engine.nvcc import with_fused_adam
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.logging import set_activity
 
-# TypeError: async_io joins paths to the toolkit that is not there (deepspeed 0.19.8)
-BUILD_ERRORS = (
-    RuntimeError,
-    SubprocessError,
-    OSError,
-    ImportError,
-    TypeError,
-    ValueError,
-    MissingCUDAException,
-    CUDAMismatchException,
-)
 OFFLOADED = {
     "adam": op_builder.CPUAdamBuilder,
     "adamw": op_builder.CPUAdamBuilder,
@@ -35,17 +27,23 @@ NOT_OFFLOADED = {
     "lamb": op_builder.FusedLambBuilder,
     "lion": op_builder.FusedLionBuilder,
 }
-"""The same where it is not."""
+"""The same where it is not; on GPUs they are compiled by nvcc."""
+HEADERS = ("cuda_runtime_api.h", "cusparse.h", "cublas_v2.h", "cusolverDn.h")
+"""Files of the CUDA toolkit that torch's own headers include (2.13); packages with nvcc alone lack some."""
 
 
 def needed(engine: EngineConfig) -> Iterator[type[OpBuilder]]:
     """Yield the builders of what an engine with this JSON loads."""
-    builders = NOT_OFFLOADED if engine.optimizer_on == "none" else OFFLOADED
-    builder = builders.get(engine.optimizer)
-    if builder and not engine.section("optimizer.params").get("torch_adam", False):
+    if builder := _optimizer_builder(engine):
         yield builder
     if engine.on_nvme:
         yield op_builder.AsyncIOBuilder
+
+
+def _optimizer_builder(engine: EngineConfig) -> type[OpBuilder] | None:
+    builders = NOT_OFFLOADED if engine.optimizer_on == "none" else OFFLOADED
+    is_torchs = engine.section("optimizer.params").get("torch_adam", False)
+    return None if is_torchs else builders.get(engine.optimizer)
 
 
 def build(key: str, engine: EngineConfig) -> None:
@@ -61,7 +59,7 @@ def build(key: str, engine: EngineConfig) -> None:
         set_activity(f"building DeepSpeed's {made.name}")
         try:
             made.load(verbose=False)  # which builds it first if it is not there
-        except BUILD_ERRORS as error:
+        except Exception as error:  # of many kinds; async_io raises TypeError without a toolkit (0.19.8)
             remedy = "`wandistiller doctor` shows what is missing here"
             raise ConfigError(
                 f"{key}: DeepSpeed's {made.name} does not build: {reason(error)}. {remedy}."
@@ -72,3 +70,51 @@ def reason(error: BaseException) -> str:
     """Return the line of a failed build that tells most: the compiler's first error, or the last line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return next((line for line in lines if "error:" in line), lines[-1]).rstrip(".")
+
+
+class Nvcc(NamedTuple):
+    """Result of the search for the compiler."""
+
+    fits: bool
+    """It has the major version of torch's CUDA, and the toolkit's headers."""
+    what: str
+    """Version and folder, or what is missing, in words."""
+
+
+def find_nvcc(expected: str) -> Nvcc:
+    """Find the compiler; `expected` is the version of torch's CUDA."""
+    try:
+        installed = ".".join(map(str, installed_cuda_version()))
+    except MissingCUDAException as error:
+        return Nvcc(False, f"nvcc: {error}")
+    where = f"nvcc {installed} in {torch.utils.cpp_extension.CUDA_HOME}"
+    if installed.partition(".")[0] != expected.partition(".")[0]:
+        return Nvcc(False, f"nvcc of torch's CUDA {expected}: there is {where}")
+    home = Path(torch.utils.cpp_extension.CUDA_HOME)
+    folders = [home / "include", *home.glob("targets/*/include"), Path("/usr/include")]  # the second: conda's
+    if lacking := [name for name in HEADERS if not any((folder / name).is_file() for folder in folders)]:
+        return Nvcc(False, f"headers of the CUDA toolkit, {', '.join(lacking)}: there is only {where}")
+    return Nvcc(True, where)
+
+
+def lacks_nvcc() -> bool:
+    """Return whether DeepSpeed cannot compile for this machine's GPUs."""
+    return kind() == "cuda" and bool(torch.version.cuda) and not find_nvcc(torch.version.cuda).fits
+
+
+def with_fused_adam(engine: EngineConfig) -> EngineConfig:
+    """Let torch's fused Adam replace DeepSpeed's, which is not there, on GPUs without nvcc.
+
+    It takes no more memory: torch's default, for lists of tensors, takes 4 bytes a parameter (torch 2.13).
+    """
+    if not needs_nvcc(engine) or "adam" not in engine.optimizer or not lacks_nvcc():
+        return engine
+    params = engine.section("optimizer.params") | {"torch_adam": True, "fused": True}
+    params.pop("bias_correction", None)  # torch's always corrects; false is refused by `preflight`
+    return engine.replaced(optimizer=engine.section("optimizer") | {"params": params})
+
+
+def needs_nvcc(engine: EngineConfig) -> bool:
+    """Return whether the optimizer of a JSON is one that DeepSpeed compiles for GPUs (deepspeed 0.19.8)."""
+    builder = _optimizer_builder(engine) if engine.optimizer_on == "none" else None
+    return builder is not None and not installed_ops.get(builder.NAME)

@@ -19,12 +19,8 @@ from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.utils.errors import folder_problems
 from wandistiller.utils.files import atomic
 
-MONITORS = {
-    "tensorboard": ("tensorboard", "tensorboard"),
-    "wandb": ("wandb", "wandb"),
-    "comet": ("comet_ml", "comet_ml"),
-}
-"""Section -> the module that DeepSpeed imports for it on rank 0 alone, and the package that brings it."""
+MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
+"""Section -> the package that DeepSpeed imports for it on rank 0 alone."""
 IN_FOLDERS = ("tensorboard", "csv_monitor")
 """Sections whose files lie in a folder."""
 WANDB_RUN = "wandb_run"
@@ -51,8 +47,8 @@ def monitor_problems(engine: EngineConfig) -> list[str]:
 @cache
 def _refusal(key: str, online: bool) -> str:
     """Try what a section switches on; return why it does not work, and what to do, or nothing."""
-    module, package = MONITORS[key]
-    if not find_spec(module):
+    package = MONITORS[key]
+    if not find_spec(package):
         return f"It needs: pip install {package}"
     try:
         if key == "tensorboard":
@@ -127,9 +123,9 @@ class Monitors:
         for file in Path(monitor.log_dir).glob("Train_*.csv"):
             with file.open(newline="") as lines:
                 rows = list(csv.reader(lines))
-            kept = [row for row in rows[1:] if row and row[0].isdigit() and int(row[0]) <= step]
+            until_step = [row for row in rows[1:] if row and row[0].isdigit() and int(row[0]) <= step]
             with atomic(file) as temporary, temporary.open("w", newline="") as out:
-                csv.writer(out).writerows(rows[:1] + kept)
+                csv.writer(out).writerows(rows[:1] + until_step)
             if rows:
                 monitor.filenames.append(file.stem)  # its head is there
 

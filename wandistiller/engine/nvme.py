@@ -40,14 +40,14 @@ def to_own_folder(engine: EngineConfig, numels: Iterable[int], name: str, sharer
     return engine.replaced(zero_optimization=zero)
 
 
-_own: dict[Path, tuple[Path, Any]] = {}
+_folders: dict[Path, tuple[Path, Any]] = {}
 """Each parent's folder of this process, and the open lock file, which keeps it marked."""
 
 
 def own_folder(parent: Path) -> Path:
     """Return this process's folder in `parent`, made once; remove those that killed processes left."""
     parent = parent.absolute()
-    if parent not in _own:
+    if parent not in _folders:
         ours = not parent.exists()
         parent.mkdir(parents=True, exist_ok=True)
         for other in parent.glob(f"{PREFIX}*"):
@@ -55,9 +55,9 @@ def own_folder(parent: Path) -> Path:
                 shutil.rmtree(other, ignore_errors=True)
         folder = parent / f"{PREFIX}{socket.gethostname()}_{os.getpid()}"
         folder.mkdir(exist_ok=True)
-        _own[parent] = folder, _hold(folder)
+        _folders[parent] = folder, _hold(folder)
         atexit.register(_remove, folder, ours)
-    return _own[parent][0]
+    return _folders[parent][0]
 
 
 def _remove(folder: Path, and_parent: bool) -> None:
@@ -96,14 +96,13 @@ def locked_bytes(engine: EngineConfig, numels: Iterable[int], sharers: int) -> i
     return locked
 
 
-def lock_problems(nbytes: int, limit: int | None = None, root: Path = Path("/")) -> list[str]:
+def lock_problems(nbytes: int, root: Path = Path("/")) -> list[str]:
     """Problems of locking so many bytes in memory: DeepSpeed would abort without a message (0.19.8).
 
     Args:
-        limit: bytes, if it is not this process's own.
         root: the folder of proc/.
     """
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     status = dict(line.split(":", 1) for line in (root / "proc/self/status").read_text().splitlines())
     if limit == resource.RLIM_INFINITY or nbytes <= limit or int(status["CapEff"], 16) >> IPC_LOCK & 1:
         return []

@@ -17,8 +17,8 @@ from wandistiller.distributed import device
 from wandistiller.distributed.device import on_accelerator, supports_fp16
 from wandistiller.engine.ds_schema import BATCH_KEYS, BLOCK
 from wandistiller.engine.engine_config import EngineConfig
+from wandistiller.engine.extensions import lacks_nvcc, needs_nvcc
 from wandistiller.engine.monitors import monitor_problems
-from wandistiller.engine.nvcc import lacks_nvcc, needs_nvcc
 from wandistiller.utils.errors import folder_problems
 from wandistiller.utils.validation import error_messages
 
@@ -73,16 +73,6 @@ def _lacking(engine: EngineConfig) -> list[str]:
         remedy = "Install libaio and a C++ compiler (Debian, Ubuntu: apt install libaio-dev g++)."
         text = f"DeepSpeed's async_io cannot be built here. {remedy}"
         return [engine.problem(f"zero_optimization.{key}.device", "nvme", text)]
-    if problems := _machine_problems(engine):
-        return problems
-    if engine.dtype is torch.float16 and not supports_fp16():
-        text = "is enabled, here or by `mixed_precision`, but this machine's accelerator has none. Use bf16."
-        return [f"{engine.where}: `fp16` {text}"]
-    return []
-
-
-def _machine_problems(engine: EngineConfig) -> list[str]:
-    """Return a problem for each of these that is lacking: what checkpointing, optimizer and monitors need."""
     problems, on_cpu = [], not on_accelerator()
     section, kind = engine.section("activation_checkpointing"), engine.section("optimizer").get("type")
     if on_cpu and section.get("cpu_checkpointing") and not section.get("partition_activations"):
@@ -99,9 +89,13 @@ def _machine_problems(engine: EngineConfig) -> list[str]:
         problems += _toolkit_problems(engine)
     profile = engine.section("flops_profiler")
     if profile.get("enabled") and (file := profile.get("output_file")):
-        found = folder_problems("flops_profiler.output_file", Path(file).absolute().parent)
-        problems += [f"{engine.where}: {problem}" for problem in found]
-    return problems + monitor_problems(engine)
+        folder = Path(file).absolute().parent
+        problems += [f"{engine.where}: {p}" for p in folder_problems("flops_profiler.output_file", folder)]
+    problems += monitor_problems(engine)
+    if not problems and engine.dtype is torch.float16 and not supports_fp16():
+        text = "is enabled, here or by `mixed_precision`, but this machine's accelerator has none. Use bf16."
+        return [f"{engine.where}: `fp16` {text}"]
+    return problems
 
 
 def _toolkit_problems(engine: EngineConfig) -> list[str]:

@@ -6,7 +6,21 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from wandistiller.engine.engine_config import EngineConfig
-from wandistiller.engine.fetch_pace import AHEAD
+from wandistiller.engine.workarounds import AHEAD
+
+
+class Topology(NamedTuple):
+    """The ranks of a run."""
+
+    ranks: int
+    ranks_on_node: int
+    """On the node with the most."""
+    accelerator: bool
+    """True if each rank has one; else all of them compute on CPUs."""
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.ranks // self.ranks_on_node)
 
 
 @dataclass(frozen=True, slots=True)

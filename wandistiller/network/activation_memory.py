@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from wandistiller.distributed.sequence_parallel import ImaginedRanks
-from wandistiller.engine.activation_checkpointing import SECTION, CheckpointPolicy
-from wandistiller.engine.engine_config import EngineConfig
+from wandistiller.engine.engine_config import RECOMPUTED, CheckpointPolicy, EngineConfig
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.network.config import NetworkConfig
 from wandistiller.network.names import set_parameter
@@ -97,7 +96,7 @@ def activation_bytes(
         until_backward += part
     if recomputes and policy.checkpoint == "blocks":
         until_backward += 2 * saved[TIME]  # the sum, and what a block adds
-    on_cpu = accelerator and engine.section(SECTION).get("cpu_checkpointing")
+    on_cpu = accelerator and engine.section(RECOMPUTED).get("cpu_checkpointing")
     away = number * sum(saved[f"{name} inputs"] for name in names) if on_cpu else 0
     return Bytes(transient=until_backward - away, host=away)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from wandistiller.engine.activation_checkpointing import CheckpointPolicy
+from wandistiller.engine.engine_config import CheckpointPolicy
 from wandistiller.network.block_source import SOURCE
 from wandistiller.network.heads import PROJECTIONS
 

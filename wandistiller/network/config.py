@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from wandistiller.batch import State
 from wandistiller.distributed.sequence_parallel import Ranks
-from wandistiller.engine.kernels import Kernels
+from wandistiller.engine.engine_config import Kernels
 from wandistiller.network.names import BLOCKS, in_block, is_in_block, parameter_dtype
 from wandistiller.utils.memoize import once_for_each
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from wandistiller.engine.activation_checkpointing import CheckpointPolicy
+from wandistiller.engine.engine_config import CheckpointPolicy
 from wandistiller.network.activation_memory import Latent
 from wandistiller.network.config import NetworkConfig
 from wandistiller.network.names import in_block

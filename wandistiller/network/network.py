@@ -9,9 +9,7 @@ from torch import Tensor, nn
 
 from wandistiller.batch import Prediction, State
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
-from wandistiller.engine.activation_checkpointing import CheckpointPolicy
-from wandistiller.engine.engine_config import EngineConfig
-from wandistiller.engine.kernels import Kernels
+from wandistiller.engine.engine_config import CheckpointPolicy, EngineConfig, Kernels
 from wandistiller.network.adapters import BASE_LAYER, Lora, add_lora
 from wandistiller.network.block_source import SOURCE
 from wandistiller.network.blocks import Blocks

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from wandistiller.flow import EULER, FlowSchedule
 from wandistiller.objectives.script import TEACHER, Ask, Learn, Loss, Script
 from wandistiller.utils.validation import Positive
 
-T = TypeVar("T")
 ALONG, TO_DATA = "along the teacher's path", "to data in one step"
 """Places to which a velocity leads."""
 
@@ -73,14 +72,6 @@ class Role(NamedTuple):
     """Its blocks have heads, which learn to tell the student's samples from cached latents."""
     is_shared: bool = False
     """The last of its updates is the student's too: one script, on the same samples, trains both."""
-
-    def updates_before(self, step: int) -> int:
-        """Return how many updates the network has had before a step, counted from 0."""
-        return self.warmup + step * self.updates
-
-    def origin(self, student: T, teacher: T) -> T:
-        """Return that of the two which the network starts from."""
-        return teacher if self.start == "teacher" else student
 
 
 class Limit(NamedTuple):
@@ -219,9 +210,9 @@ class Term:
 
     def __str__(self) -> str:
         """Weight, name and settings other than the defaults: `0.1 feature(blocks=[1, 3])`."""
-        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        weight = f"{given.pop('weight'):g} " if "weight" in given else ""
-        settings = ", ".join(f"{key}={value}" for key, value in given.items())
+        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        weight = f"{changed.pop('weight'):g} " if "weight" in changed else ""
+        settings = ", ".join(f"{key}={value}" for key, value in changed.items())
         return f"{weight}{self.name}({settings})" if settings else f"{weight}{self.name}"
 
 

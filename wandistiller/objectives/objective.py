@@ -1,4 +1,4 @@
-"""The training objective: a weighted sum of terms, each a loss per sample at states of one kind."""
+"""The training objective: a weighted sum of terms, each a loss per sample, as a recipe asks for it."""
 
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -10,8 +10,11 @@ from wandistiller.batch import STUDENT, Prediction, State
 from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.experts import Expert
 from wandistiller.flow import FlowSchedule
-from wandistiller.objectives.base import Role, RunFacts, Term
+from wandistiller.objectives.base import TO_DATA, Role, RunFacts, Term
 from wandistiller.objectives.script import Ask, Loss, Losses, Question, joined
+from wandistiller.utils.errors import RECIPE, ConfigError, Problem, nearest, problem
+from wandistiller.utils.registry import classes_in
+from wandistiller.utils.validation import check, types_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,7 @@ class Objective:
         """
         terms = sorted(self._terms(role), key=_noised_first)
         results = yield from joined([term.script(role, states, schedule) for term in terms])
-        by_name, losses = {term.name: one for term, one in zip(terms, results, strict=True)}, {}
+        by_name, losses = dict(zip([term.name for term in terms], results, strict=True)), {}
         for term in self._terms(role):
             result = by_name[term.name]
             for name, loss in (result if isinstance(result, dict) else {role: result}).items():
@@ -147,11 +150,65 @@ class Objective:
 
     def needs_latents(self, role: str) -> bool:
         """Return whether an update of a role reads cached latents."""
-        return (
-            any(not term.samples for term in self.terms) if role == STUDENT else self.others[role].has_heads
-        )
+        if role != STUDENT:
+            return self.others[role].has_heads
+        return any(not term.samples for term in self.terms)
 
 
 def _noised_first(term: Term) -> tuple[bool, str]:
     """Return by what terms are put in order: those at noised states first, those at samples last."""
     return term.samples, term.states
+
+
+OBJECTIVES = classes_in("wandistiller.objectives", Term)
+"""Every term, by the name of its file."""
+
+
+def read_objective(value: str | dict[str, Any] | list[str | dict[str, Any]]) -> Objective:
+    """Read a recipe's "objective": a name, {"name": ..., settings}, or a list of these to be summed.
+
+    Raises:
+        ConfigError: with all problems at once.
+    """
+    several = isinstance(value, list)
+    terms: list[Term] = []
+    problems = [] if value != [] else [problem("recipe", "objective", value, _choice(value))]
+    for i, entry in enumerate(value if several else [value]):
+        where = f"objective[{i}]" if several else "objective"
+        settings = {"name": entry} if isinstance(entry, str) else dict(entry)
+        name = settings.pop("name", "velocity")
+        if not isinstance(name, str) or name not in OBJECTIVES:
+            problems.append(problem("recipe", where, name, _choice(name)))
+            continue
+        wrong, good = check("recipe", settings, types_of(OBJECTIVES[name]), f"{where}.")
+        terms.append(OBJECTIVES[name](**good))
+        problems += wrong or terms[-1].problems(where)
+    names = [term.name for term in terms]
+    texts = [f"names {name} twice. Keep one." for name in OBJECTIVES if names.count(name) > 1]
+    steps = {term.name: n for term in terms if (n := term.aim.steps)}
+    of_expert = [term.name for term in terms if term.aim.expert]
+    if len(terms) > 1 and of_expert:
+        remedy = "Write it alone, or without `expert`."
+        texts.append(f"sums {of_expert[0]} of one `expert` with other terms. {remedy}")
+    destinations = {term.name: words for term in terms if (words := term.aim.destination)}
+    if len(set(destinations.values())) > 1:
+        listed = ", and ".join(f"{name}, which leads {words}" for name, words in destinations.items())
+        remedy = (
+            "The student would learn a mean of both. Write them as `stages`; dmd2 and consistency go "
+            'together with "sampler" "renoise" of dmd2, and neither `edges` nor `steps` of consistency.'
+        )
+        texts.append(f"sums {listed}. {remedy}")
+    elif TO_DATA in destinations.values() and not steps:
+        text = f"leads {TO_DATA}, and in how many steps the student then samples is not said"
+        texts.append(f"{text}. Write `edges` or `steps` of consistency, such as 4.")
+    if len(set(steps.values())) > 1:
+        listed = " and ".join(f"{name} for {n}" for name, n in steps.items())
+        texts.append(f"trains {listed} sampling steps. Write one number in both.")
+    problems += [Problem(f"`objective` {text}", RECIPE, "objective") for text in texts]
+    if problems:
+        raise ConfigError(*problems)
+    return Objective(tuple(terms))
+
+
+def _choice(name: object) -> str:
+    return f"Write one of: {', '.join(OBJECTIVES)}.{nearest(name, OBJECTIVES)}"

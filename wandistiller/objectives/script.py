@@ -133,32 +133,25 @@ def joined(scripts: Sequence[Script]) -> Generator[list[Question], list[Any], li
     plays = [Play(lambda script=script: script) for script in scripts]  # of which none is played again
     while asking := [play for play in plays if play.questions]:
         of_round = [play for play in asking if not play.learns] or asking
-        questions, places = _once([question for play in of_round for question in play.questions])
-        outputs, place = (yield questions), iter(places)
+        questions, indices = _once([question for play in of_round for question in play.questions])
+        outputs, index = (yield questions), iter(indices)
         for play in of_round:
-            play.answer([outputs[next(place)] for _ in play.questions])
+            play.answer([outputs[next(index)] for _ in play.questions])
     return [play.result for play in plays]
 
 
 def _once(questions: list[Question]) -> tuple[list[Question], list[int]]:
-    """Return different questions, and the place among them of each given one."""
+    """Return different questions, and the index among them of each; of like ones the blocks are joined."""
     different: list[Question] = []
-    places = []
+    indices: dict[Any, int] = {}
+    of_each = []
     for question in questions:
-        for place, known in enumerate(different):
-            if _is_same(known, question):
-                if isinstance(question, Ask):
-                    blocks = tuple(sorted({*known.blocks, *question.blocks}))
-                    different[place] = replace(known, blocks=blocks)
-                break
-        else:
-            place = len(different)
+        kind, state = type(question), question if isinstance(question, Slope) else question.state
+        of_each.append(indices.setdefault((kind, question.role, id(state)), len(different)))
+        if of_each[-1] == len(different):
             different.append(question)
-        places.append(place)
-    return different, places
-
-
-def _is_same(one: Question, other: Question) -> bool:
-    """Return whether one output answers both questions, but for the blocks of which states are needed."""
-    is_one_kind = type(one) is type(other) is not Slope
-    return is_one_kind and one.role == other.role and one.state is other.state
+        elif isinstance(question, Ask):
+            known = different[of_each[-1]]
+            blocks = tuple(sorted({*known.blocks, *question.blocks}))
+            different[of_each[-1]] = replace(known, blocks=blocks)
+    return different, of_each

@@ -9,8 +9,7 @@ from typing import NamedTuple
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import held_memory, local_rank, memory_size, on_accelerator
 from wandistiller.distributed.device import name as device_name
-from wandistiller.engine.topology import Topology
-from wandistiller.engine.zero_memory import Bytes
+from wandistiller.engine.zero_memory import Bytes, Topology
 from wandistiller.utils.system_memory import (
     GIB,
     PIECES,

@@ -6,8 +6,7 @@ import torch
 
 from wandistiller.config.job import Job, swept
 from wandistiller.config.networks import NetworkPlan
-from wandistiller.engine.activation_checkpointing import SECTION
-from wandistiller.engine.engine_config import EngineConfig
+from wandistiller.engine.engine_config import RECOMPUTED, EngineConfig
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.experts import Expert
 from wandistiller.network.activation_memory import activation_bytes, call_bytes, compared_bytes
@@ -68,7 +67,7 @@ def plan(job: Job, machine: Machine, *, coding: bool = True) -> dict[str, PhaseP
 def activations(job: Job, machine: Machine) -> tuple[int, int]:
     """Bytes of the student's activations with checkpointing (by default of every block) and without."""
     p, engine = _Planner(job, machine), job.student_engine
-    recomputes = engine if engine.recompute else engine.replaced(**{SECTION: {}})
+    recomputes = engine if engine.recompute else engine.replaced(**{RECOMPUTED: {}})
     both = recomputes, engine.without_recompute
     checkpointed, kept = (p.saved(job.student_transformer, each, p.samples).transient for each in both)
     return checkpointed, kept
@@ -259,7 +258,7 @@ class _Planner:
         steps, slope = {name: passes, f"{name}'s optimizer": step | optimizer}, {}
         if has_heads:  # a gradient of their input; checkpoints only of blocks whose weights are replaced
             arrive = j.networks.share_base and j.teacher.sweeps
-            held = engine.replaced(**{SECTION: {}}) if arrive else engine.without_recompute
+            held = engine.replaced(**{RECOMPUTED: {}}) if arrive else engine.without_recompute
             whole = self.saved(other.config, held, j.batch.micro)
             slope = {f"{name}'s activations, of a slope": whole} | self._unpacked(held)
         return kept, steps, slope

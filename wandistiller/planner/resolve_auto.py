@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 
 from wandistiller.config.job import Job
 from wandistiller.distributed import collectives
-from wandistiller.engine.activation_checkpointing import SECTION as RECOMPUTED
 from wandistiller.engine.ds_config import shipped_json, student_engine
 from wandistiller.engine.ds_json import DeepSpeedJson
 from wandistiller.engine.ds_overrides import ACCUMULATION, MICRO, TOTAL
 from wandistiller.engine.ds_schema import BATCH_KEYS
+from wandistiller.engine.engine_config import RECOMPUTED
 from wandistiller.engine.preflight import config_problems
-from wandistiller.engine.topology import Topology
-from wandistiller.engine.zero_memory import Bytes
+from wandistiller.engine.zero_memory import Bytes, Topology
 from wandistiller.planner.disk import on_its_disk, swap_folder
 from wandistiller.planner.machine import Demand, Machine, demands, this_machine
 from wandistiller.planner.peak_memory import plan

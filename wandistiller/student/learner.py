@@ -12,13 +12,13 @@ from wandistiller.batch import STUDENT, Prediction, State, concat_batches, split
 from wandistiller.distributed import collectives
 from wandistiller.engine import nvme
 from wandistiller.engine.engine_config import EngineConfig
-from wandistiller.engine.fetch_pace import pace_fetches
+from wandistiller.engine.extensions import with_fused_adam
 from wandistiller.engine.monitors import Monitors, without_monitors
-from wandistiller.engine.nvcc import with_fused_adam
 from wandistiller.engine.optimizer_state import WEIGHTS, MasterWeights, Partition
 from wandistiller.engine.workarounds import (
     leave_out_reduction_of_one_rank,
     may_lower_loss_scale,
+    pace_fetches,
     partition_before_moving,
     reset_adam_step_cache,
     share_adam_s_time,

@@ -33,12 +33,7 @@ from wandistiller.student.calibration import (
     measure,
     velocity_error,
 )
-from wandistiller.student.config import (
-    IMPORTANCE,
-    kept_layers,
-    source_experts,
-    teacher_block_of,
-)
+from wandistiller.student.config import IMPORTANCE, kept_layers, source_experts, teacher_block_of
 from wandistiller.student.initialize import plan_cuts
 from wandistiller.student.layer_importance import importance, write_importance
 from wandistiller.student.learner import Learner
@@ -150,11 +145,11 @@ def _important(job: Job, teacher: Teacher, batches: list[Batch], measured: Measu
     experts = {source for e in job.networks.student for source in source_experts(job.student, job.folder, e)}
     layers, keep = job.folder.config.num_layers, job.student_transformer.num_layers
     rounds = importance(teacher, [b for b in batches if b.expert in experts], layers, keep, measured)
-    kept = list(rounds[-1])
-    collectives.log0("kept      layers %s of %d; see %s", kept, layers, job.output / "importance.json")
+    chosen, file = list(rounds[-1]), job.output / "importance.json"
+    collectives.log0("kept      layers %s of %d; see %s", chosen, layers, file)
     if collectives.rank() == 0:
         write_importance(job.output, rounds, (e for e in Expert if e in experts))
-    return kept
+    return chosen
 
 
 def write_lineage(job: Job, cuts: dict[Expert, WidthSlicer]) -> None:
@@ -164,29 +159,25 @@ def write_lineage(job: Job, cuts: dict[Expert, WidthSlicer]) -> None:
         write_json(job.output / "lineage.json", {expert.value: origin for expert in job.networks.student})
     if collectives.rank() or job.student.init != "teacher":
         return
-    kept = kept_layers(job.student, job.student_transformer, job.folder)
-    layers = job.folder.config.num_layers
-    origins: dict[str, Any] = {}
-    for expert in job.networks.student:
-        axes = cuts.get(expert, WidthSlicer()).axes
-        origins[expert.value] = {
+    layers = kept_layers(job.student, job.student_transformer, job.folder)
+    origins = {
+        expert.value: {
             "made_of": [e.value for e in source_experts(job.student, job.folder, expert)],
-            "kept_layers": kept,
-            "stands_for": teacher_block_of(kept, layers),
-            "cut": {name: axis.in_words() for name, axis in axes.items()},
+            "kept_layers": layers,
+            "stands_for": teacher_block_of(layers, job.folder.config.num_layers),
+            "cut": {name: axis.in_words() for name, axis in cuts.get(expert, WidthSlicer()).axes.items()},
         }
+        for expert in job.networks.student
+    }
     write_json(job.output / "lineage.json", origins)
 
 
 def measure_start(job: Job, data: CachedData, teacher: Teacher | None, student: Learner) -> None:
     """Write OUTPUT/student_start.json: parameters, error to a teacher without guidance. Collective."""
     set_activity("measuring the student before training")
-    numbers: dict[str, Any] = {
-        "parameters": {
-            "teacher": sum(c.numel for c in job.folder.configs.values()),
-            "student": job.student_transformer.numel * len(job.networks.student),
-        },
-    }
+    numel = job.student_transformer.numel * len(job.networks.student)
+    of_teacher = sum(config.numel for config in job.folder.configs.values())
+    numbers: dict[str, Any] = {"parameters": {"teacher": of_teacher, "student": numel}}
     if teacher:
         whole, by_sigma = _start_error(job, data, without_guidance(teacher), student)
         numbers |= {"relative_velocity_error": whole, "relative_velocity_error_by_sigma": by_sigma}
@@ -242,5 +233,4 @@ def calibration_of(job: Job, data: CachedData, most: int = MOST) -> list[Batch]:
     What a student is made by has them all, so that it does not depend on the length of its run.
     """
     tokens = job.folder.tokens(job.run.height, job.run.width, job.run.num_frames)
-    how = {"tokens": tokens, "batch_size": job.run.prepare_batch, "most": most}
-    return calibration_batches(data, job.schedule, **how)
+    return calibration_batches(data, job.schedule, tokens=tokens, batch_size=job.run.prepare_batch, most=most)

@@ -5,6 +5,7 @@ import gc
 import shlex
 import shutil
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 from wandistiller.batch import STUDENT
@@ -45,9 +46,9 @@ def run(stages: list[Job], begin: Callable[[Job], None]) -> None:
     if collectives.rank() == 0:
         for folder in {output, *(job.output for job in stages if not job.is_spent)}:
             (folder / DONE).unlink(missing_ok=True)
-        if (given := stages[0].run.resume) != "auto":
-            collectives.log0("resume    %s is for this start alone; after it, give --resume auto", given)
-        for job in stages if given == "never" else ():
+        if (source := stages[0].run.resume) != "auto":
+            collectives.log0("resume    %s is for this start alone; after it, give --resume auto", source)
+        for job in stages if source == "never" else ():
             _set_aside(job.output / "checkpoints")
         write_resolved(stages)
         write_json(output / "resolved" / "machine.json", machine)
@@ -181,8 +182,7 @@ def _is_complete(job: Job) -> bool:
 def _set_aside(checkpoints: Path) -> None:
     """Rename the checkpoints of an earlier run in this folder."""
     if checkpoints.exists():
-        number = 1
-        while (target := checkpoints.with_name(f"checkpoints.old{number}")).exists():
-            number += 1
+        names = (checkpoints.with_name(f"checkpoints.old{number}") for number in count(1))
+        target = next(name for name in names if not name.exists())
         shutil.move(checkpoints, target)
         collectives.log0("the earlier run's checkpoints are now in %s", target)

@@ -76,9 +76,9 @@ class NonFiniteStep(NamedTuple):
         what = f"the loss of {len(bad)} of {len(self.samples)} samples is not finite"
         if not bad:
             what = "each loss is finite, but the gradient is not, or is too large for its norm"
-        more = [f"{at}: {len(bad) - MOST_NAMED} more"] if len(bad) > MOST_NAMED else []
-        first = f"{at}: {what}. Nothing was learned from it; see {self.file(output)}."
-        return [first, *(f"{at}: {sample}" for sample in bad[:MOST_NAMED]), *more]
+        beyond = [f"{len(bad) - MOST_NAMED} more"] if len(bad) > MOST_NAMED else []
+        first = f"{what}. Nothing was learned from it; see {self.file(output)}."
+        return [f"{at}: {text}" for text in (first, *bad[:MOST_NAMED], *beyond)]
 
     def suggestions(self, job: Job) -> list[str]:
         """Suggest remedies."""
@@ -131,14 +131,14 @@ class NonFiniteHandler:
         learned = any(update.learners[r].engine(e).was_step_applied() for r, e in experts.items())
         for role, expert in experts.items():
             update.learners[role].forget_skipped_step(expert)
-        own = [r for micro, m in enumerate(micro_steps) for r in self._describe(update, number, micro, m)]
-        own = own if update.student.ranks.place == 0 else []
-        samples = sorted(report for theirs in collectives.gather_objects(own) for report in theirs)
+        reports = [r for micro, m in enumerate(micro_steps) for r in self._describe(update, number, micro, m)]
+        of_ranks = collectives.gather_objects(reports if update.student.ranks.place == 0 else [])
+        samples = sorted(report for of_rank in of_ranks for report in of_rank)
         stops = self.skipped >= most_skipped(run.on_nonfinite)
         begun = learned or number > self._job.objective.first_update(step)
-        kept = self._save(step, begun=begun, wait=stops).resolve()
+        checkpoint = self._save(step, begun=begun, wait=stops).resolve()
         of_another = "" if update.role == STUDENT else f"{update.role}_{number}"
-        dropped = NonFiniteStep(step + 1, str(kept), samples, of_another)
+        dropped = NonFiniteStep(step + 1, str(checkpoint), samples, of_another)
         if collectives.rank() == 0:
             samples = [report._asdict() for report in dropped.samples]
             write_json(dropped.file(output), dropped._asdict() | {"samples": samples})
@@ -152,7 +152,8 @@ class NonFiniteHandler:
         self, update: Update, number: int, micro: int, results: dict[str, MicroStepResult]
     ) -> list[SampleReport]:
         """Describe this rank's samples of a micro-step."""
-        batches, indices = update.read(number, micro), self._batches.indices(number, micro)
+        batches = self._job.objective.draw(update.role, self._batches, number, micro)
+        indices = self._batches.indices(number, micro)
         first, loss_TB = next(iter(batches.values())), torch.cat([r.loss_TB for r in results.values()])
         names = [name for role in results for name in self._job.objective.weights(role)]
         bad = {

@@ -39,7 +39,7 @@ from wandistiller.utils.images import (
 )
 from wandistiller.utils.keyed_random import keyed_normal
 
-GIVEN = "given"
+BEGINNING = "given"
 """The row of what clips begin with."""
 Rows = dict[str, list[Tensor]]
 """image_CHW of each prompt, in [0, 1], by name."""
@@ -69,19 +69,14 @@ class PictureDrawer:
     """
 
     def __init__(
-        self,
-        job: Job,
-        data: CachedData,
-        conditions: Conditions,
-        teacher: Teacher | None,
-        student: Learner,
+        self, job: Job, data: CachedData, conditions: Conditions, teacher: Teacher | None, student: Learner
     ):
         self.job, self.data, self.conditions = job, data, conditions
         self.teacher, self.student = teacher, student
         self._items, self._prompts = data.sample_items, [item.prompt for item in data.sample_items]
         self._first: tuple[dict[str, Row], Stats] | None = None
-        self._told = False
-        self._given = self._given_row() if collectives.rank() == 0 else {}
+        self._named_av = False
+        self._beginnings = self._row_of_beginnings() if collectives.rank() == 0 else {}
 
     def draw_teacher(self) -> None:
         """Draw the teacher's pictures, or decode cached ones, once for all of the student's."""
@@ -97,10 +92,10 @@ class PictureDrawer:
         rows, of_rows = self._first[0] | {"student": row}, self._first[1] | {"student": stats}
         if collectives.rank() == 0:  # the grid last: it says that all is there
             write_stats(job.output / SAMPLES, done, of_rows)
-            self._write(job.picture(done), self._given | rows)
+            self._write(job.picture(done), self._beginnings | rows)
         return {name: row.middle for name, row in rows.items()}, of_rows
 
-    def _given_row(self) -> dict[str, Row]:
+    def _row_of_beginnings(self) -> dict[str, Row]:
         """Return the row of the frames that an image-to-video Wan is given, if it is one, read now."""
         job = self.job
         if not job.folder.config.takes_image:
@@ -109,9 +104,9 @@ class PictureDrawer:
         try:
             looks = [self._look(still(job.folder, job.reader, sample)) for sample in samples]
         except MediaError as error:  # it changed since it was encoded
-            collectives.log0("samples   without the row `%s`: a file of the data %s", GIVEN, error)
+            collectives.log0("samples   without the row `%s`: a file of the data %s", BEGINNING, error)
             return {}
-        return {GIVEN: Row(*map(torch.stack, zip(*looks, strict=True)))}
+        return {BEGINNING: Row(*map(torch.stack, zip(*looks, strict=True)))}
 
     def _write(self, file: Path, rows: dict[str, Row]) -> None:
         """Write the grid, and of clips their MP4 before it, where its libraries are installed."""
@@ -122,14 +117,14 @@ class PictureDrawer:
         if can_write_mp4():
             clips = {name: list(row.clips) for name, row in rows.items()}
             save_clips(file.with_suffix(".mp4"), clips, prompts, self.job.folder.fps)
-        elif not self._told:
+        elif not self._named_av:
             collectives.log0("samples   as PNG alone; to see them move: pip install av")
-            self._told = True
+            self._named_av = True
         stills = {  # frame by frame, so that the top of the picture is where the MP4 begins
             f"{name}\nframe {k + 1}": [still_CFHW[:, place] for still_CFHW in row.stills]
             for place, k in enumerate(evenly(frames, STILLS))
             for name, row in rows.items()
-            if name != GIVEN or k == 0
+            if name != BEGINNING or k == 0
         }
         save_grid(file, stills, prompts)
 
@@ -161,9 +156,9 @@ class PictureDrawer:
         # equal for all ranks, so that collectives match; the surplus is cut
         share = -(-len(items) // ranks.replicas)
         first = ranks.replica * share
-        own = [items[i % len(items)] for i in range(first, first + share)]
         twice = seeds == 2 and self.job.schedule.few is not None
-        looks, stats, parts = [], [], batched(own, micro)
+        parts = batched([items[i % len(items)] for i in range(first, first + share)], micro)
+        looks, stats = [], []
         progress = Progress(name, len(parts) * (1 + twice) * calls, "call", first_line=LINE_SECONDS)
         for part in parts:
             x0_BCFHW = make(part, 0, progress)
@@ -173,8 +168,8 @@ class PictureDrawer:
                 collectives.raise_if_stop_requested()
                 looks.append(self._look(vae.decode(x0_CFHW[None])[0]))
         *row, stats_PK = (
-            ranks.of_each_replica(own)[: len(items)].cpu()
-            for own in (*map(torch.stack, zip(*looks, strict=True)), torch.cat(stats))
+            ranks.of_each_replica(x_P)[: len(items)].cpu()
+            for x_P in (*map(torch.stack, zip(*looks, strict=True)), torch.cat(stats))
         )
         return Row(*row), SampleStats(*stats_PK.mean(0).tolist())
 
@@ -197,21 +192,19 @@ class PictureDrawer:
         """Sample with the teacher, or read what it drew before the run was stopped."""
         run = self.job.run
         settings = run.seed, seed, run.height, run.width, run.num_frames, run.sample_steps, run.shift
-        names = [digest("picture", *item.key, *settings, *self._frames_of(item)) for item in items]
-        kept = [self.data.measured.read(name) for name in names]
-        if all(collectives.gather_objects(all(kept))):  # a call may be collective
+        # what the networks are given of an item's image or video, if they are
+        frames = [self.conditions.key(Sample(item, self.job.size)).frames for item in items]
+        keys = [(*item.key, *settings, *filter(None, [key])) for item, key in zip(items, frames, strict=True)]
+        names = [digest("picture", *key) for key in keys]
+        drawn = [self.data.measured.read(name) for name in names]
+        if all(collectives.gather_objects(all(drawn))):  # a call may be collective
             progress.skip(run.sample_steps)
-            return torch.stack([tensors["x0"] for tensors in kept]).to(collectives.device())
+            return torch.stack([tensors["x0"] for tensors in drawn]).to(collectives.device())
         x0_BCFHW = self._sampled(progress.counting(self.teacher.velocity), items, seed)
         if self.student.ranks.place == 0:
             for name, x0_CFHW in zip(names, x0_BCFHW, strict=True):
                 self.data.measured.write(name, {"x0": x0_CFHW})
         return x0_BCFHW
-
-    def _frames_of(self, item: PromptItem) -> list[str]:
-        """Return the key of what the networks are given of an item's image or video, if they are."""
-        frames = self.conditions.key(Sample(item, self.job.size)).frames
-        return [frames] if frames else []
 
     def _sampled(
         self,
@@ -237,9 +230,8 @@ class PictureDrawer:
             noise = [keyed_normal(shape, run.seed, *key, f"fresh {call}") for key in keys]
             return torch.stack(noise).to(device)
 
-        given = velocity, job.folder, run.shift, noise_BCFHW, conditioning, run.sample_steps
-        x0_BCFHW, _ = denoise(*given, few, new_noise)
-        return x0_BCFHW
+        start = noise_BCFHW, conditioning
+        return denoise(velocity, job.folder, run.shift, *start, run.sample_steps, few, new_noise)[0]
 
 
 def _sampler(job: Job) -> FewSteps | None:

@@ -5,9 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from wandistiller.batch import Conditioning, State
 from wandistiller.config.identity import require_same
 from wandistiller.config.job import Job
 from wandistiller.data.buckets import media_dimensions, nearest_buckets
@@ -63,8 +61,6 @@ def prepare(job: Job, ranks: Ranks = ALONE) -> tuple[CachedData, Conditions, Tea
     Raises:
         ConfigError: on all ranks; media cannot be used, and the run is strict or nothing is left.
     """
-    if ranks.degree != job.run.context_parallel:
-        raise ValueError("ranks that share samples are made by `ranks_of`, once, and handed on")
     set_activity("checking the VAE")
     with collectives.raise_on_all_ranks():
         if collectives.rank() == 0:  # pictures need it after hours
@@ -73,8 +69,8 @@ def prepare(job: Job, ranks: Ranks = ALONE) -> tuple[CachedData, Conditions, Tea
     device, files = collectives.device(), job.run.prepare_batch
     conditions = Conditions(job.cache, job.folder, device, job.reader, files)
     teachers = _teacher_fingerprint(job, conditions.text.fingerprint)
-    more = {"reader": job.reader, "samples_per_file": files, "teacher_fingerprint": teachers}
-    latents = LatentCache(job.cache, job.folder, job.rollouts, device, **more)
+    of_run = job.cache, job.folder, job.rollouts, device
+    latents = LatentCache(*of_run, reader=job.reader, samples_per_file=files, teacher_fingerprint=teachers)
     selection, samples, skipped = _select(job, latents, conditions)
     _record_media(job, samples)
     sample_items = _sample_items(job, samples, skipped, conditions)
@@ -112,7 +108,7 @@ def _select(
     )
     samples: dict[int, Sample] = {}
     skipped: dict[int, Skipped] = {}
-    found: list[Skipped] = []
+    listed: list[Skipped] = []
     new = selection.numbers
     while new:
         samples |= {n: all_samples[n] for n in new}
@@ -122,15 +118,15 @@ def _select(
             raise ConfigError(*_messages(sorted(set(unusable.values())), STRICT))
         skipped |= {n: _entry(samples[n].item, why) for n, why in unusable.items()}
         each = {tuple(entry.values()): entry for entry in skipped.values()}
-        found = sorted(each.values(), key=lambda entry: entry["file"])
+        listed = sorted(each.values(), key=lambda entry: entry["file"])
         try:
             new = selection.replace(unusable)
         except ConfigError as error:
-            _report(job, found)
-            why = [f"{entry['file']}: {entry['reason']}" for entry in found]
+            _report(job, listed)
+            why = [f"{entry['file']}: {entry['reason']}" for entry in listed]
             raise ConfigError(str(error), *_messages(why, f"All are in {job.output / SKIPPED}.")) from None
-    _report(job, found)
-    return selection, {n: samples[n] for n in selection.used()}, found
+    _report(job, listed)
+    return selection, {n: samples[n] for n in selection.used()}, listed
 
 
 def _record_media(job: Job, samples: dict[int, Sample]) -> None:
@@ -156,11 +152,11 @@ def _encode(
     """Encode the media of samples; return file and reason of those that cannot be used. Collective."""
     key = {n: latents.key(s) for n, s in samples.items() if s.item.media} if job.updates_with_latents else {}
     unusable = latents.fill_media({k: samples[n] for n, k in key.items()})
-    found = {n: unusable[k] for n, k in key.items() if k in unusable}
-    usable = {n: s for n, s in samples.items() if n not in found}
+    problems = {n: unusable[k] for n, k in key.items() if k in unusable}
+    usable = {n: s for n, s in samples.items() if n not in problems}
     without = conditions.fill_frames([*usable.values()])
     frames = {n: conditions.key(s).frames for n, s in usable.items()}
-    return found | {n: without[k] for n, k in frames.items() if k in without}
+    return problems | {n: without[k] for n, k in frames.items() if k in without}
 
 
 def _entry(item: PromptItem, problem: Problem) -> Skipped:
@@ -177,11 +173,9 @@ def _report(job: Job, skipped: list[Skipped]) -> None:
     listed = skipped + [_entry(PromptItem(caption(f), f), unknown) for f in job.items.unknown]
     if listed:
         write_json(file, listed)
-        names = ", ".join(Path(entry["file"]).name for entry in listed[:NAMED])
-        more = ", ..." if len(listed) > NAMED else ""
-        collectives.log0(
-            "skipped   %d media that cannot be used: %s%s; see %s", len(listed), names, more, file
-        )
+        names = [Path(entry["file"]).name for entry in listed[:NAMED]] + ["..."] * (len(listed) > NAMED)
+        text = "skipped   %d media that cannot be used: %s; see %s"
+        collectives.log0(text, len(listed), ", ".join(names), file)
 
 
 def _sample_items(
@@ -196,13 +190,13 @@ def _sample_items(
     if not skipped or [item.prompt for item in items] != [item.prompt for item in job.items.spread()]:
         return items
     out, left = {entry["prompt"] for entry in skipped}, list(dict.fromkeys(item.prompt for item in used))
-    kept = [item for item in items if item.prompt not in out or item.prompt in left]
-    return kept or [PromptItem(prompt) for prompt in left[:8]]
+    usable = [item for item in items if item.prompt not in out or item.prompt in left]
+    return usable or [PromptItem(prompt) for prompt in left[:8]]
 
 
 def _messages(problems: list[str], remedy: str) -> list[str]:
-    more = [f"{len(problems) - SHOWN} more cannot be used."] if len(problems) > SHOWN else []
-    return [*problems[:SHOWN], *more, remedy]
+    beyond = [f"{len(problems) - SHOWN} more cannot be used."] if len(problems) > SHOWN else []
+    return [*problems[:SHOWN], *beyond, remedy]
 
 
 def _sizes(job: Job) -> tuple[list[Size], np.ndarray]:
@@ -228,8 +222,8 @@ def guided_teacher(
     """
     set_activity("loading the teacher")
     guidance = Guidance(conditions.text[job.run.negative_prompt], job.guidance)
-    how = {"merges_padding": job.run.merge_text_padding, "ranks": ranks}
-    teacher = build_teacher(job.folder.only(job.networks.teacher), job.teacher, guidance, **how)
+    folder, merges = job.folder.only(job.networks.teacher), job.run.merge_text_padding
+    teacher = build_teacher(folder, job.teacher, guidance, merges_padding=merges, ranks=ranks)
     if weights := job.teacher.weights:
         errors = _quantization_errors(job, conditions, sample_items[:SAMPLES], teacher, guidance)
         collectives.log0("teacher   %s: relative velocity error %s", weights, in_words(errors))
@@ -247,26 +241,19 @@ def _quantization_errors(
     if known := collectives.broadcast_object(measured.read(name) if collectives.rank() == 0 else None):
         return {band: error.item() for band, error in known.items()}
     drawn = [Sample(item, job.size) for item in items]
-    given = conditions.of(drawn) if drawn else conditions.text.of([r.negative_prompt])
-    given = given.shortened(folder.shortest_latent).to(collectives.device())
-    with whole_sequences(local_modules(teacher)):  # on single frames
-        x0_BCFHW = _shortest_samples(job, teacher.velocity, given)
-        what = folder, job.teacher, teacher, guidance, x0_BCFHW, given, r.seed
-        errors = quantization_error(*what, merges_padding=r.merge_text_padding)
-    if collectives.rank() == 0:
-        measured.write(
-            name, {band: torch.tensor(error, dtype=torch.float64) for band, error in errors.items()}
-        )
-    return errors
-
-
-def _shortest_samples(job: Job, velocity: Callable[[State], Tensor], conditioning: Conditioning) -> Tensor:
-    """Return x0_BCFHW of samples that a network draws, on which errors are measured. Collective."""
-    folder, r = job.folder.only(job.networks.teacher), job.run
+    conditioning = conditions.of(drawn) if drawn else conditions.text.of([r.negative_prompt])
+    conditioning = conditioning.shortened(folder.shortest_latent).to(collectives.device())
     shape = folder.latent_shape(r.height, r.width, folder.shortest)
     noise = [keyed_normal(shape, r.seed, "quantised", i) for i in range(len(conditioning.text_BLD))]
     noise_BCFHW = torch.stack(noise).to(collectives.device())
-    return denoise(velocity, folder, r.shift, noise_BCFHW, conditioning, STEPS)[0]
+    with whole_sequences(local_modules(teacher)):  # on single frames
+        x0_BCFHW, _ = denoise(teacher.velocity, folder, r.shift, noise_BCFHW, conditioning, STEPS)
+        what = folder, job.teacher, teacher, guidance, x0_BCFHW, conditioning, r.seed
+        errors = quantization_error(*what, merges_padding=r.merge_text_padding)
+    if collectives.rank() == 0:
+        numbers = {band: torch.tensor(error, dtype=torch.float64) for band, error in errors.items()}
+        measured.write(name, numbers)
+    return errors
 
 
 def _teacher_fingerprint(job: Job, text_fingerprint: str) -> str:

@@ -44,9 +44,6 @@ class Over(NamedTuple):
     draw: bool = False
 
 
-NOT_YET = Over()
-
-
 class RankReport(NamedTuple):
     """The state of one rank after a step."""
 
@@ -111,7 +108,7 @@ def by_sigma(loss_N: Tensor, sigma_N: Tensor) -> dict[str, float]:
 
 
 def reduce_over_ranks(
-    micro_steps: list[MicroStepResult], objective: Objective, role: str, over: Over = NOT_YET
+    micro_steps: list[MicroStepResult], objective: Objective, role: str, over: Over
 ) -> StepResult:
     """Average over the global batch, in sample order whatever the number of ranks. Collective.
 
@@ -152,9 +149,9 @@ def _gathered(
     seconds = Seconds(current.seconds.get(READING, 0.0), sum(current.seconds.values()))
     stop = stopping.reason is not None
     about = [list(Expert).index(expert), *map(float, (stop, *over)), *seconds, *memory_usage.read()]
-    own = torch.cat([own_MKB.flatten(), to_device(torch.tensor(about), own_MKB.device)])
+    this_rank = torch.cat([own_MKB.flatten(), to_device(torch.tensor(about), own_MKB.device)])
     # the host waits for the accelerator here, once a step
-    all_ranks = collectives.gather_tensor(own).view(world, -1).cpu()
+    all_ranks = collectives.gather_tensor(this_rank).view(world, -1).cpu()
     values_RMKB = all_ranks[:, : own_MKB.numel()].view(world, *own_MKB.shape)
     about_R = all_ranks[:, own_MKB.numel() :].tolist()
     experts = [numbers[0] for numbers in about_R]
@@ -169,10 +166,7 @@ def _gathered(
 
 
 def mean_of(results: list[StepResult]) -> dict[str, Any]:
-    """Return means of loss, of its terms if several, and of the gradient norm, and the last learning rate.
-
-    {} of no updates.
-    """
+    """Return means of loss, of its terms if several, of the gradient norm, and the last rate; {} of none."""
     if not results:
         return {}
     norms = [r.grad_norm for r in results]

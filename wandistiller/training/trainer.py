@@ -2,17 +2,20 @@
 
 import gc
 import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from wandistiller.batch import STUDENT, State
+from wandistiller.batch import STUDENT
 from wandistiller.checkpoint.checkpointer import Checkpointer
 from wandistiller.checkpoint.loading import load, read_state
 from wandistiller.checkpoint.manifest import steps
 from wandistiller.checkpoint.resume import NOT_RECORDED, changed_keys, set_newer_aside
 from wandistiller.config.identity import recorded
-from wandistiller.config.job import Job, rolled_out, swept
+from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.conditions import Conditions
 from wandistiller.data.micro_batches import MicroBatches
@@ -23,17 +26,39 @@ from wandistiller.monitoring import memory_usage
 from wandistiller.monitoring.memory_usage import MemoryProfile, within
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher
-from wandistiller.training.interval import DRAWING, SAVING, Interval
 from wandistiller.training.monitor import Monitor
 from wandistiller.training.nonfinite import NonFiniteHandler
 from wandistiller.training.pictures import PictureDrawer
 from wandistiller.training.step_result import Over, StepResult, mean_of, reduce_over_ranks
-from wandistiller.training.update import ReadAhead, RollOuts, Update
+from wandistiller.training.update import RollOuts, Update
 from wandistiller.utils.logging import begin_step, set_activity
 
 GC_EVERY = 50
 """Steps between collections of reference cycles. Python 3.11 by itself waits for 140,000 new objects, because
 libraries keep 560,000. Freed memory then also goes back to the system, before it is fragmented."""
+SAVING, DRAWING = 10, 20
+"""Checkpoints, and pictures, by the clock take at most one of so many parts of the time."""
+
+
+class Interval:
+    """Tells when something that takes time was last done too long ago."""
+
+    def __init__(self, minutes: float, parts: int, clock: Callable[[], float] = time.monotonic):
+        """Begin now, for what may take one of so many parts of the time; `clock` gives seconds."""
+        self._least, self._parts, self._clock = 60 * minutes, parts, clock
+        self._since, self._took = clock(), 0.0
+
+    def over(self) -> bool:
+        """Return whether the minutes have passed since it was last done, and parts - 1 times what it took."""
+        return self._clock() - self._since >= max(self._least, (self._parts - 1) * self._took)
+
+    @contextmanager
+    def doing(self) -> Iterator[None]:
+        """Measure it; the minutes begin anew at the end of the block."""
+        began = self._clock()
+        yield
+        self._since = self._clock()
+        self._took = self._since - began
 
 
 class Trainer:
@@ -57,12 +82,10 @@ class Trainer:
         self.learners = learners
         latent = job.folder.latent_shape(job.run.height, job.run.width, job.run.num_frames)
         self.batches = MicroBatches(data, job.schedule, job.batch, latent, self.student.ranks)
-        self._by_role = {role: Update(role, job, self.batches, learners, teacher) for role in learners}
+        self._by_role = {role: Update(role, job, learners, teacher) for role in learners}
         self.updates = [self._by_role[role] for role in job.objective.updates]
         """Those of a step, the student's last."""
-        depth = max(swept(job), rolled_out(job))
-        read = ReadAhead(self._read, job.batch.accumulation, job.updates, depth)
-        self.samples = RollOuts(job, read, self.student)
+        self.samples = RollOuts(job, self.batches, self.student)
         self.monitor = Monitor(job, self.student.monitors)
         self.pictures = PictureDrawer(job, data, conditions, teacher, self.student)
         self._recorded = recorded(job)
@@ -187,9 +210,6 @@ class Trainer:
             results[role] = replace(result, **learner.state(result.expert))
         return results
 
-    def _read(self, update: int, micro: int) -> dict[str, State]:
-        return self._by_role[self.job.objective.role_of(update)].read(update, micro)
-
     def _draws(self, done: int) -> bool:
         """Return whether pictures are due after `done` steps, as they are after the last."""
         return done % self.job.run.sample_every == 0 or done in (self._draw_after, self.job.run.max_steps)
@@ -233,9 +253,8 @@ class Trainer:
         if not folder:
             return 0
         set_activity(f"loading {folder}")
-        start = load(
-            self.learners, folder, changed_keys(folder, self._recorded, allowed), self.job.objective.others
-        )
+        changed = changed_keys(folder, self._recorded, allowed)
+        start = load(self.learners, folder, changed, self.job.objective.others)
         state = read_state(folder)
         self.nonfinite.skipped, self._warmed_up = state.get("skipped_steps", 0), state.get("head_start", 0)
         if "inputs" not in state:

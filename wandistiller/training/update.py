@@ -39,25 +39,13 @@ def propagate_nonfinite(losses: dict[str, Tensor]) -> dict[str, Tensor]:
 class Update:
     """Updates of one role's network, and of those that learn with it, by the run's objective."""
 
-    def __init__(
-        self,
-        role: str,
-        job: Job,
-        batches: MicroBatches,
-        learners: dict[str, Learner],
-        teacher: Teacher | None,
-    ):
+    def __init__(self, role: str, job: Job, learners: dict[str, Learner], teacher: Teacher | None):
         self.role, self.job, self.teacher = role, job, teacher
         self.objective = job.objective.for_student(job.stands_for)
         self.learners, self.student = learners, learners[STUDENT]
-        self._batches = batches
         self._worker = worker("teacher")
         self._begun: dict[int, Future[list[list[Play]]]] = {}
         """Scripts of a later update, which the teacher has answered, in the order of its micro-steps."""
-
-    def read(self, update: int, micro: int) -> dict[str, State]:
-        """Return this rank's samples of a micro-step by kind of states."""
-        return self.objective.draw(self.role, self._batches, update, micro)
 
     def micro_steps(
         self, update: int, reads: Reads, following: int | None = None
@@ -69,12 +57,16 @@ class Update:
         Args:
             following: the role's next update, if the teacher may already predict for it.
         """
-        begun = self._begun_before(update)
+        with activity(PREDICTING):
+            begun = self._begun.pop(update).result() if update in self._begun else []
         ahead = self._works_ahead and following is not None
         self.learners[self.role].while_updating(partial(self._begin, following, reads) if ahead else None)
         results = []
         for group in self._groups:
-            results += self._learn(begun.pop(0) if begun else self._read(update, group, reads))
+            with activity(READING):
+                plays = begun.pop(0) if begun else self._plays(update, group, reads)
+            results += self._learn(plays)
+            del plays  # nothing refers to their samples when the next ones are read
         return results
 
     def _plays(self, update: int, group: range, reads: Reads) -> list[Play]:
@@ -82,22 +74,12 @@ class Update:
         schedule, samples = self.job.schedule, [reads(update, micro) for micro in group]
         return [Play(partial(self.objective.script, self.role, of_one, schedule)) for of_one in samples]
 
-    def _read(self, update: int, group: range, reads: Reads) -> list[Play]:
-        with activity(READING):
-            return self._plays(update, group, reads)
-
     def _learn(self, plays: list[Play]) -> list[dict[str, MicroStepResult]]:
-        """Make the micro-steps of a group; nothing refers to their samples when the next ones are read."""
+        """Make the micro-steps of a group."""
         with activity(PREDICTING):
             self._ask(plays, lambda ask: True)
             known = self._preview(plays)
         return [self._micro_step(play, outputs) for play, outputs in zip(plays, known, strict=True)]
-
-    def _begun_before(self, update: int) -> list[list[Play]]:
-        if not (begun := self._begun.pop(update, None)):
-            return []
-        with activity(PREDICTING):
-            return begun.result()
 
     @property
     def _groups(self) -> list[range]:
@@ -143,26 +125,22 @@ class Update:
         To know them early costs a forward pass of the student, and saves the teacher's weights a way to the
         device in each micro-step.
         """
-        known: list[list[list[Prediction]]] = [[] for _ in plays]
+        rounds: list[list[list[Prediction]]] = []
         if self.role != STUDENT or not self.objective.rolls_out(STUDENT) or len(plays) == 1:
-            return known
+            return [[] for _ in plays]
         previews = [play.again() for play in plays]
         with torch.no_grad():
             # of all kinds of states at once, as in the pass that learns
             first = self._together([partial(self._outputs, [preview.questions]) for preview in previews])
         for preview, (outputs,) in zip(previews, first, strict=True):
             preview.answer(outputs)
-        asking = [*zip(known, previews, strict=True)]
-        while asking := [
-            (of_one, preview) for of_one, preview in asking if _without_gradient(preview.questions)
-        ]:
-            rounds = self._outputs([_without_gradient(preview.questions) for _, preview in asking])
-            for (of_one, _), outputs in zip(asking, rounds, strict=True):
-                of_one.append(outputs)
-            asking = [(of_one, preview) for of_one, preview in asking if not preview.learns]
-            for of_one, preview in asking:
-                preview.answer(of_one[-1])
-        return known
+        while any(asked := [_without_gradient(preview.questions) for preview in previews]):
+            rounds.append(self._outputs(asked))
+            if previews[0].learns:  # as all do then: they play the same script
+                break
+            for preview, outputs in zip(previews, rounds[-1], strict=True):
+                preview.answer(outputs)
+        return [[of_plays[i] for of_plays in rounds] for i in range(len(plays))]
 
     def _learned(self, questions: Sequence[Question]) -> dict[Question, Prediction]:
         """Make the passes that learn, one of each role for all states that it learns at."""
@@ -198,8 +176,8 @@ class Update:
         made = self._together([call for _, call in calls])
         return {
             ask: p
-            for (of_call, _), found in zip(calls, made, strict=True)
-            for ask, p in zip(of_call, found, strict=True)
+            for (of_call, _), predictions in zip(calls, made, strict=True)
+            for ask, p in zip(of_call, predictions, strict=True)
         }
 
     def _together(self, calls: list[Callable[[], Any]]) -> list[Any]:
@@ -286,8 +264,10 @@ class RollOuts:
     before its own update, which is the last. Updates before the first step are taken as many at a time.
     """
 
-    def __init__(self, job: Job, read: Reads, student: Learner):
-        self._job, self._read, self._student, self._together = job, read, student, rolled_out(job)
+    def __init__(self, job: Job, batches: MicroBatches, student: Learner):
+        self._job, self._batches, self._student, self._together = job, batches, student, rolled_out(job)
+        depth = max(swept(job), self._together)
+        self._read = ReadAhead(self._draw, job.batch.accumulation, job.updates, depth)
         self._made: dict[tuple[int, int], dict[str, State]] = {}
 
     def __call__(self, update: int, micro: int) -> dict[str, State]:
@@ -297,13 +277,17 @@ class RollOuts:
             self._make(update, micro)
         return self._made.pop((update, micro))
 
+    def _draw(self, update: int, micro: int) -> dict[str, State]:
+        objective = self._job.objective
+        return objective.draw(objective.role_of(update), self._batches, update, micro)
+
     def _make(self, update: int, micro: int) -> None:
         """Sample for a micro-step, and for those that follow it in its step."""
         accumulation, objective = self._job.batch.accumulation, self._job.objective
         step = (update - objective.first_update(0)) // len(objective.updates)
         end = objective.first_update(step + 1) * accumulation
-        places = range(update * accumulation + micro, end)[: self._together]
-        keys = [divmod(place, accumulation) for place in places]
+        micro_steps = range(update * accumulation + micro, end)[: self._together]
+        keys = [divmod(number, accumulation) for number in micro_steps]
         with activity(READING):
             drawn = [self._read(*key) for key in keys]
         with activity("the student's sampling"), torch.no_grad():
@@ -311,5 +295,5 @@ class RollOuts:
                 objective.roll_out(objective.role_of(u), states, self._job.schedule)
                 for (u, _), states in zip(keys, drawn, strict=True)
             ]
-            calls = [partial(played, one, lambda ask: self._student.forward(ask.state)) for one in scripts]
+            calls = [partial(played, s, lambda ask: self._student.forward(ask.state)) for s in scripts]
             self._made |= zip(keys, block_by_block(self._student.blocks, calls), strict=True)

@@ -12,7 +12,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
 from torch import Tensor, nn
 
-from wandistiller.distributed.sequence_parallel import SHARED, Ranks, Sharing
+from wandistiller.distributed.sequence_parallel import SHARING, Ranks, Sharing
 
 Rope = tuple[Tensor, Tensor]
 """cos_1S1D and sin_1S1D."""
@@ -41,7 +41,7 @@ def share_sequences(model: WanTransformer3DModel, ranks: Ranks) -> WanTransforme
     model.proj_out.register_forward_hook(lambda *args: now.ranks.whole(args[-1]))
     for block in model.blocks:
         block.attn1.set_processor(SharedAttention(now))
-    setattr(model, SHARED, now)
+    setattr(model, SHARING, now)
     return model
 
 

@@ -10,7 +10,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import Tensor, nn
 
 from wandistiller.batch import State
-from wandistiller.engine.kernels import Kernels
+from wandistiller.engine.engine_config import Kernels
 from wandistiller.flow import TRAIN_TIMESTEPS
 from wandistiller.wan.text_padding import network_text
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from wandistiller.cli.failures import Failures
-from wandistiller.distributed import collectives, gpus, meeting, watchdog
+from wandistiller.distributed import collectives, meeting, watchdog
 
 CODE = 7
 """Exit code of the rank that fails."""
@@ -33,7 +33,7 @@ if __name__ == "__main__":
     if collectives.rank() == number and when == "before they meet":
         fail()
     if collectives.rank() == number:
-        gpus.require_own_gpu = fail
+        collectives.require_own_gpu = fail
     try:
         collectives.init("warning")
     except RuntimeError as error:

@@ -10,7 +10,7 @@ from deepspeed.ops.op_builder.async_io import AsyncIOBuilder
 from ranks import ROOT, has_async_io, wandistiller
 
 from wandistiller.cli.doctor import built, cuda_compiler, differences
-from wandistiller.engine.nvcc import HEADERS
+from wandistiller.engine.extensions import HEADERS
 
 
 def test_doctor_names_versions_builds_and_memory() -> None:

@@ -19,7 +19,7 @@ from wandistiller.config.recipe import read_recipe, recipe_of
 from wandistiller.config.stage_order import order_problems
 from wandistiller.config.stages import read_jobs
 from wandistiller.config.validate import read_job
-from wandistiller.objectives.registry import read_objective
+from wandistiller.objectives.objective import read_objective
 from wandistiller.utils.errors import ConfigError
 
 Stage = dict[str, Any]

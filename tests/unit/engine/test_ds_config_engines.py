@@ -21,7 +21,7 @@ from torch import Tensor
 
 from wandistiller.batch import Batch
 from wandistiller.distributed import device
-from wandistiller.engine import nvcc, preflight
+from wandistiller.engine import extensions, preflight
 from wandistiller.engine.ds_config import load, student_engine
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.optimizer_state import read_engine, write_engine
@@ -259,7 +259,7 @@ NVME = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "swap"}
 
 
 def on_a_gpu_without_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (device, nvcc):
+    for module in (device, extensions):
         monkeypatch.setattr(module, "kind", lambda: "cuda")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.utils.cpp_extension, "CUDA_HOME", None)
@@ -303,11 +303,11 @@ def test_torch_s_fused_adam_replaces_deepspeed_s_on_gpus_without_nvcc_and_there_
     plain = EngineConfig("x.json", {"optimizer": ADAM, "zero_optimization": {"stage": 2}})
     offloaded = plain.replaced(zero_optimization=OFFLOADED)
     corrected = {"type": "AdamW", "params": ADAM["params"] | {"bias_correction": True}}
-    assert nvcc.with_fused_adam(plain) == plain
+    assert extensions.with_fused_adam(plain) == plain
     on_a_gpu_without_nvcc(monkeypatch)
-    assert nvcc.with_fused_adam(offloaded) == offloaded
+    assert extensions.with_fused_adam(offloaded) == offloaded
     for engine in (plain, plain.replaced(optimizer=corrected)):
-        params = nvcc.with_fused_adam(engine).section("optimizer.params")
+        params = extensions.with_fused_adam(engine).section("optimizer.params")
         assert params == ADAM["params"] | {"torch_adam": True, "fused": True}
 
 

@@ -31,7 +31,7 @@ def problems(**sections: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "monitor", [name for name, (module, _) in monitors.MONITORS.items() if not find_spec(module)]
+    "monitor", [name for name, package in monitors.MONITORS.items() if not find_spec(package)]
 )
 def test_a_monitor_whose_package_is_missing_is_refused(monitor: str) -> None:
     (message,) = problems(**{monitor: ON})
@@ -58,7 +58,7 @@ def test_rank_0_alone_tries_what_it_alone_will_use(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("section", monitors.IN_FOLDERS)
 def test_a_monitor_s_folder_that_cannot_be_made_is_refused(section: str, tmp_path: Path) -> None:
     if section in monitors.MONITORS:
-        pytest.importorskip(monitors.MONITORS[section][0])
+        pytest.importorskip(monitors.MONITORS[section])
     (tmp_path / "file").touch()
     assert not problems(**{section: ON | {"output_path": str(tmp_path / "new")}})
     (message,) = problems(**{section: ON | {"output_path": str(tmp_path / "file")}})

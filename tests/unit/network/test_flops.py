@@ -11,7 +11,7 @@ from states import state
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from wandistiller.engine.activation_checkpointing import CheckpointPolicy
+from wandistiller.engine.engine_config import CheckpointPolicy
 from wandistiller.network.flops import count_flops
 from wandistiller.network.network import Trained
 from wandistiller.wan.text_padding import TEXT_TOKENS

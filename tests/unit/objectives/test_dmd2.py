@@ -17,8 +17,8 @@ from torch import Tensor
 
 from wandistiller.batch import STUDENT, Conditioning, Prediction, State
 from wandistiller.data.micro_batches import MicroBatches
-from wandistiller.engine.activation_checkpointing import CheckpointPolicy
 from wandistiller.engine.batch_size import BatchSize
+from wandistiller.engine.engine_config import CheckpointPolicy
 from wandistiller.experts import Expert
 from wandistiller.flow import FewSteps, FlowSchedule, clean
 from wandistiller.network.blocks import Blocks

@@ -17,8 +17,7 @@ from wandistiller.flow import FlowSchedule
 from wandistiller.network.heads import add_projections
 from wandistiller.objectives.base import RunFacts
 from wandistiller.objectives.feature import FeatureMatching
-from wandistiller.objectives.objective import Objective
-from wandistiller.objectives.registry import read_objective
+from wandistiller.objectives.objective import Objective, read_objective
 from wandistiller.objectives.script import TEACHER
 from wandistiller.student.config import lineage, read_student_config
 from wandistiller.teacher.base import Guidance, GuidedTeacher, Teacher

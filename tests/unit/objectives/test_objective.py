@@ -13,8 +13,7 @@ from torch import Tensor
 from wandistiller.batch import NOISED, PATH, Batch, Conditioning, Prediction, concat_batches, split_prediction
 from wandistiller.flow import path
 from wandistiller.objectives.base import SIGMA_WEIGHTS, mean_square
-from wandistiller.objectives.objective import Objective
-from wandistiller.objectives.registry import OBJECTIVES, read_objective
+from wandistiller.objectives.objective import OBJECTIVES, Objective, read_objective
 from wandistiller.objectives.velocity import VelocityMatching
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.keyed_random import keyed_normal

@@ -1,5 +1,6 @@
 """Free memory of machines, and what a run needs of it."""
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +59,12 @@ LIMIT, NEED = 8 * 2**20, 100 * 2**20
     ],
 )
 def test_buffers_of_nvme_that_may_not_stay_in_memory_are_refused(
-    tmp_path: Path, limit: int, need: int, capabilities: str, refused: bool
+    tmp_path: Path, limit: int, need: int, capabilities: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/status").write_text(f"Name: python\nCapEff:\t{capabilities}\n")
-    problems = lock_problems(need, limit, tmp_path)
+    problems = lock_problems(need, tmp_path)
     assert len(problems) == refused
     assert all("100 MiB a rank" in p and "may lock 8 MiB (`ulimit -l`)" in p for p in problems)
 

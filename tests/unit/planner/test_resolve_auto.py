@@ -18,7 +18,7 @@ from wandistiller.cli.plan import plan_lines
 from wandistiller.config.identity import identity
 from wandistiller.config.job import Job
 from wandistiller.config.validate import read_job
-from wandistiller.engine.topology import Topology
+from wandistiller.engine.zero_memory import Topology
 from wandistiller.planner.disk import on_its_disk
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.resolve_auto import choices, chosen, left_open, pairs, teachers

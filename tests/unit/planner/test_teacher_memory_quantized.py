@@ -10,8 +10,7 @@ from shipped import placement
 from test_teacher_memory import LARGE, TWO, WHOLE, WIDTH, P
 
 from wandistiller.config.job import Job
-from wandistiller.engine.topology import Topology
-from wandistiller.engine.zero_memory import Bytes
+from wandistiller.engine.zero_memory import Bytes, Topology
 from wandistiller.planner.peak_memory import plan
 from wandistiller.planner.resolve_auto import choices, chosen, formats, pairs
 from wandistiller.planner.teacher_memory import teacher_bytes, teacher_parts

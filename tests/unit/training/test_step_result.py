@@ -8,8 +8,8 @@ import torch
 
 from wandistiller.batch import STUDENT
 from wandistiller.experts import Expert
-from wandistiller.objectives.registry import read_objective
-from wandistiller.training.step_result import READING, MicroStepResult, StepResult, reduce_over_ranks
+from wandistiller.objectives.objective import read_objective
+from wandistiller.training.step_result import READING, MicroStepResult, Over, StepResult, reduce_over_ranks
 from wandistiller.utils.logging import activity, begin_step, current
 
 UNUSED = {"ranks", "loss_scale", "skipped", "watched", "others"}
@@ -27,7 +27,7 @@ def result(one_rank: torch.device) -> StepResult:
         pass
     objective = read_objective(["velocity", {"name": "trajectory", "weight": 0.5}])
     first, second = ([[1.0, 2.0], [4.0, 4.0]], [0.1, 0.3]), ([[3.0, 6.0], [8.0, 8.0]], [0.1, 1.0])
-    return reduce_over_ranks([micro_step(*first), micro_step(*second)], objective, STUDENT)
+    return reduce_over_ranks([micro_step(*first), micro_step(*second)], objective, STUDENT, Over())
 
 
 def test_losses_are_means_over_all_micro_steps_and_their_weighted_sum(result: StepResult) -> None:

@@ -9,7 +9,7 @@ from engines import batch_for, engine, learner_of, loaded
 from shipped import placement
 from small_wan import small_transformer
 
-from wandistiller.engine.kernels import Kernels
+from wandistiller.engine.engine_config import Kernels
 from wandistiller.teacher.build import build_teacher
 from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.transformer import use_kernels

@@ -8,12 +8,9 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 from torch import nn
 
-from wandistiller.engine.activation_checkpointing import CheckpointPolicy
 from wandistiller.engine.ds_schema import BLOCK
-from wandistiller.engine.engine_config import EngineConfig
-from wandistiller.engine.kernels import Kernels
-from wandistiller.engine.topology import Topology
-from wandistiller.engine.zero_memory import Bytes, ParameterSize, one_at_a_time, partition_bytes
+from wandistiller.engine.engine_config import CheckpointPolicy, EngineConfig, Kernels
+from wandistiller.engine.zero_memory import Bytes, ParameterSize, Topology, one_at_a_time, partition_bytes
 from wandistiller.experts import Expert
 from wandistiller.network.config import NetworkConfig
 from wandistiller.network.folder import Folder

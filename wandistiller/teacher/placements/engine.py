@@ -9,8 +9,7 @@ from torch import nn
 from wandistiller.distributed import collectives
 from wandistiller.engine import nvme, zero_memory
 from wandistiller.engine.ds_schema import BLOCK
-from wandistiller.engine.fetch_pace import fetching_blocks, pace_fetches
-from wandistiller.engine.topology import Topology
+from wandistiller.engine.workarounds import fetching_blocks, pace_fetches
 from wandistiller.experts import Expert
 from wandistiller.network.config import NetworkConfig
 from wandistiller.network.folder import Folder
@@ -70,7 +69,7 @@ class Engine(Placement):
     def can_work_ahead(self) -> bool:
         return self.engine.stage == 0
 
-    def sharers(self, topology: Topology) -> int:
+    def sharers(self, topology: zero_memory.Topology) -> int:
         return topology.ranks_on_node if self.shards == "node" else topology.ranks
 
     def memory(self, config: NetworkConfig, sharers: int) -> zero_memory.Bytes:
@@ -94,7 +93,7 @@ class Engine(Placement):
     def overhead(self) -> int:
         return OVERHEAD if self.engine.stage == 3 else 0
 
-    def fetched(self, config: NetworkConfig, topology: Topology) -> int:
+    def fetched(self, config: NetworkConfig, topology: zero_memory.Topology) -> int:
         whole = config.numel * self.engine.dtype.itemsize // self.sharers(topology)
         if self.is_on_disk():
             return whole * topology.ranks_on_node
@@ -103,7 +102,7 @@ class Engine(Placement):
     def is_on_disk(self) -> bool:
         return self.engine.weights_on == "nvme"
 
-    def is_candidate(self, topology: Topology) -> bool:
+    def is_candidate(self, topology: zero_memory.Topology) -> bool:
         home, t = self.engine.weights_on, topology
         if self.engine.stage == 0 or home == "nvme":
             return True

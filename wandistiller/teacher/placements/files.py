@@ -7,8 +7,7 @@ from torch import nn
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.engine.ds_schema import BLOCK
-from wandistiller.engine.topology import Topology
-from wandistiller.engine.zero_memory import Bytes
+from wandistiller.engine.zero_memory import Bytes, Topology
 from wandistiller.experts import Expert
 from wandistiller.network.config import NetworkConfig
 from wandistiller.network.folder import Folder

@@ -5,8 +5,7 @@ from typing import ClassVar
 from torch import nn
 
 from wandistiller.distributed import collectives
-from wandistiller.engine.topology import Topology
-from wandistiller.engine.zero_memory import Bytes
+from wandistiller.engine.zero_memory import Bytes, Topology
 from wandistiller.experts import Expert
 from wandistiller.network.config import NetworkConfig
 from wandistiller.network.folder import Folder

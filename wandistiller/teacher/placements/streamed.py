@@ -8,8 +8,7 @@ from pydantic import Field
 from torch import nn
 
 from wandistiller.distributed import collectives
-from wandistiller.engine.topology import Topology
-from wandistiller.engine.zero_memory import Bytes, one_at_a_time, round_up
+from wandistiller.engine.zero_memory import Bytes, Topology, one_at_a_time, round_up
 from wandistiller.experts import Expert
 from wandistiller.network.block_source import BUFFERS, Buffers
 from wandistiller.network.config import NetworkConfig

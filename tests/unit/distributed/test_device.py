@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks.gpus import compared
+from on_ranks.same_gpu import compared
 from ranks import call, free_port
 
-from wandistiller.distributed import collectives, device, gpus
+from wandistiller.distributed import collectives, device
 from wandistiller.utils.errors import ConfigError
 
 
@@ -35,7 +35,7 @@ def test_a_driver_that_is_too_old_is_named_with_torch_s_cuda(monkeypatch: pytest
     with_gpus(monkeypatch, 1, "The NVIDIA driver on your system is too old (found version 12040).")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.raises(ConfigError) as raised:
-        gpus.take_gpu()
+        device.take_gpu()
     (text,) = raised.value.problems
     assert text.startswith(
         "CUDA does not start: The NVIDIA driver on your system is too old (found version 12040)"
@@ -48,10 +48,10 @@ def test_more_ranks_than_gpus_on_a_node_are_refused_before_cuda_starts(
 ) -> None:
     with_gpus(monkeypatch, 2)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    gpus.take_gpu()
+    device.take_gpu()
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(ConfigError, match="Rank 2 of this node has no GPU of its own: 2 can be seen"):
-        gpus.take_gpu()
+        device.take_gpu()
 
 
 def test_a_rank_that_could_not_join_the_others_does_not_join_again_to_say_why(
@@ -65,7 +65,7 @@ def test_a_rank_that_could_not_join_the_others_does_not_join_again_to_say_why(
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(gpus, "take_gpu", refuse)
+    monkeypatch.setattr(collectives, "take_gpu", refuse)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)  # other tests of this process have joined
     with pytest.raises(ConfigError, match="two ranks"), collectives.raise_on_all_ranks():
         collectives.on_any_rank(True)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from recipes import train
 
-from wandistiller.training.interval import DRAWING, SAVING, Interval
+from wandistiller.training.trainer import DRAWING, SAVING, Interval
 
 
 class Clock:

@@ -1,11 +1,11 @@
-"""Called on ranks by test_gpus.py, before they are connected: GPUs by name, where there are none."""
+"""Called on ranks by test_device.py, before they are connected: GPUs by name, where there are none."""
 
 import os
 from unittest.mock import patch
 
 from torch.distributed import TCPStore
 
-from wandistiller.distributed import device, gpus
+from wandistiller.distributed import device
 from wandistiller.utils.errors import ConfigError
 
 
@@ -16,7 +16,7 @@ def compared(names: list[str], port: int) -> list[str]:
     problems: list[str] = []
     with patch.object(device, "identity", lambda: names[rank]):
         try:
-            gpus.require_own_gpu(store, rank, world)
+            device.require_own_gpu(store, rank, world)
         except ConfigError as error:
             problems = error.problems
     if not problems:

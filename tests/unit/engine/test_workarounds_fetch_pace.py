@@ -2,7 +2,7 @@
 
 from torch import nn, ones
 
-from wandistiller.engine.fetch_pace import FetchPace
+from wandistiller.engine.workarounds import FetchPace
 
 
 class Device:

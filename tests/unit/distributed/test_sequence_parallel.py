@@ -1,0 +1,14 @@
+"""Ranks that share sequences: messages about numbers that do not divide, and keys that are checked."""
+
+from wandistiller.distributed.sequence_parallel import division_problems
+from wandistiller.evaluation.draw_samples import number_problems
+
+
+def test_a_number_of_sharing_ranks_that_does_not_divide_is_named_by_its_setting() -> None:
+    (text,) = division_problems("recipe", 2, 3, {"The student": 4}, {})
+    assert text == "recipe: `context_parallel` is 2. There are 3 rank(s). Write a divisor of that, or 1."
+
+
+def test_ranks_that_share_a_sequence_are_at_least_one() -> None:
+    (text,) = number_problems("sample", {"context_parallel": 0})
+    assert text == "sample: `context_parallel` is 0. Write a positive number, at most 1000000000."
