@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from wandistiller.evaluation.evaluator import CandidateResult, Drawn, Evaluation
 from wandistiller.evaluation.metrics import METRICS, MOTION, Estimate, frechet_estimate, ratio_of_sums
 from wandistiller.evaluation.velocity_error import Band, bands
 from wandistiller.flow import band_name
-from wandistiller.monitoring.charts import Chart, Line, render, svg
-from wandistiller.monitoring.headline import SCORES, Estimated, Evaluated, Figures, VelocityError
+from wandistiller.monitoring.charts import render
+from wandistiller.monitoring.headline import Estimated, Evaluated, Figures, VelocityError
 from wandistiller.teacher.teacher_json import quantized_facts
 from wandistiller.utils.files import atomic, write_json
 from wandistiller.utils.images import can_write_mp4, save_clips, save_frames, save_grid
@@ -25,9 +24,8 @@ SLOW = 0.8
 Shares = list[tuple[CandidateResult, CandidateResult, dict[int, Tensor]]]
 TIMES = {"seconds_per_sample": "seconds per sample", "denoising_seconds": "seconds of it denoising"}
 COSTS = {"parameters": "parameters"} | TIMES
-CURVE = "evaluation_steps.svg"
-NOT_ALWAYS = (CURVE, "evaluation_frames.png", "evaluation.mp4")
-"""Files that only an evaluation of several numbers of steps, or of clips, has."""
+OF_CLIPS = ("evaluation_frames.png", "evaluation.mp4")
+"""Files that only an evaluation of clips has."""
 PAGE = Path(__file__).with_name("report.md.jinja")
 
 
@@ -180,12 +178,8 @@ def write(settings: Evaluation, result: Evaluated, rows: dict[str, list[Tensor]]
     write_json(files["figures"], result)
     with atomic(files["report"]) as temporary:  # at once: whoever reads both finds one evaluation
         temporary.write_text(page, encoding="utf-8")
-    for name in NOT_ALWAYS:  # an earlier evaluation's would be shown as this one's
+    for name in OF_CLIPS:  # an earlier evaluation's would be shown as this one's
         (settings.output / name).unlink(missing_ok=True)
-    if "by_steps" in result and (curve := quality_chart(result["by_steps"])):
-        files["curve"] = settings.output / CURVE
-        with atomic(files["curve"]) as temporary:
-            temporary.write_bytes(curve)
     files |= write_pictures(settings, files["picture"], rows)
     return [f"{tables}\n", *slow_motion(result), *(f"{what:9} {file}" for what, file in files.items())]
 
@@ -286,20 +280,3 @@ def write_pictures(settings: Evaluation, file: Path, rows: dict[str, list[Tensor
         files["animation"] = stem.with_suffix(".mp4")
         save_clips(files["animation"], rows, prompts, settings.student.fps)
     return files
-
-
-def quality_chart(by_steps: dict[str, dict[str, Figures]]) -> bytes | None:
-    """Draw quality against seconds, SVG; None without matplotlib or a score."""
-    has = next(iter(by_steps["teacher"].values()))
-    name = next((name for name in SCORES if name in has), None)
-    if not (name and find_spec("matplotlib")):
-        return None
-    lines = [
-        Line(
-            side,
-            [(figures["denoising_seconds"]["value"], figures[name]["value"]) for figures in numbers.values()],
-            [f"{n} step{'s' * (n != '1')}" for n in numbers],
-        )
-        for side, numbers in by_steps.items()
-    ]
-    return svg(Chart(SCORES[name], "by sampling steps", lines, along="seconds of denoising a sample"))

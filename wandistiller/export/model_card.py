@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,9 @@ from wandistiller.checkpoint import manifest
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.config.start import recorded_stages
 from wandistiller.experts import Expert, expert_at
-from wandistiller.export.source import Source, arguments, clip, sampler_in_words, without_places, written
+from wandistiller.export.source import Source, clip, sampler_in_words, without_places, written
 from wandistiller.flow import RENOISE, FlowSchedule
 from wandistiller.network.folder import Folder
-from wandistiller.network.sampling import few_step_config, few_steps
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import FACTS, read_json, write_json
 from wandistiller.utils.images import drawn
@@ -44,18 +42,8 @@ FEW_STEPS = """
 It samples in {steps} step{plural}, {sampler} from the noise level{plural} {levels}: keep their \
 number, shift and scheduler."""
 FIXED_STEPS = """ It is trained for no other number, and diffusers would take wrong noise levels."""
-FEWER_STEPS = """
-
-It can sample in fewer steps too. Its scheduler then needs other settings, without which diffusers takes
-wrong noise levels and, for one step, gives NaN. `wandistiller sample --steps N` sets them; in diffusers,
-before the call:
-
-| steps | call first |
-|---|---|
-{rows}"""
-FEWER_ROW = (
-    "| {steps} | `pipe.scheduler = pipe.scheduler.from_config(pipe.scheduler.config, {settings})`{more} |"
-)
+FEWER_STEPS = """ `wandistiller sample --steps N` can draw in fewer, of which diffusers would take wrong \
+noise levels."""
 GLOBAL_NOISE = """
 Between steps diffusers takes noise from torch's own generator: for the same picture again call
 `torch.manual_seed` too, with another seed than a `generator` has, or that noise is the first once more."""
@@ -87,24 +75,7 @@ def few_steps_sentence(facts: Facts) -> str:
     )
     if len(levels) == 1 or facts.sampler != RENOISE:
         return text + FIXED_STEPS
-    return text + GLOBAL_NOISE + FEWER_STEPS.format(rows="\n".join(_fewer_rows(facts)))
-
-
-def _fewer_rows(facts: Facts) -> Iterator[str]:
-    """Yield a row for each number of steps below a student's own: the calls that set its noise levels."""
-    for steps in range(1, len(facts.few_steps)):
-        settings = arguments(fewer_steps(facts.shift, steps))
-        more = ""
-        if facts.has_boundary:
-            handover = few_steps(facts.shift, steps, facts.boundary).boundary
-            more = f"; `pipe.register_to_config(boundary_ratio={handover:.6g})`"
-        yield FEWER_ROW.format(steps=steps, settings=settings, more=more)
-
-
-def fewer_steps(shift: float, steps: int) -> dict[str, float | None]:
-    """Return the settings by which the scheduler of a few-step student takes `steps` of its path."""
-    config = few_step_config(shift, steps)
-    return {key: config.get(key) for key in ("shift", "shift_terminal")}
+    return text + FEWER_STEPS + GLOBAL_NOISE
 
 
 def joined(files: list[str]) -> str:

@@ -25,8 +25,6 @@ from wandistiller.export.formats.original import original_state, write_original_
 from wandistiller.export.model_card import split_step
 from wandistiller.export.output import write_file
 from wandistiller.export.source import Source, without_places
-from wandistiller.flow import RENOISE
-from wandistiller.network.sampling import few_step_scheduler, few_steps
 from wandistiller.wan.folder import WanFolder
 from wandistiller.wan.pipeline import open_wan
 
@@ -247,17 +245,3 @@ def test_what_is_published_names_no_place_on_the_machine() -> None:
         "nvme": [{"nvme_path": "me"}],
     }
     assert without_places({"teacher_path": ID}) == {"teacher_path": ID}
-
-
-@pytest.mark.parametrize("shift", [1.0, 3.0, 5.0, 8.0, 12.0])
-@pytest.mark.parametrize("own", [2, 4, 8])
-def test_with_the_card_s_settings_diffusers_takes_the_levels_of_sample_in_every_number_of_steps(
-    shift: float, own: int
-) -> None:
-    exported = few_step_scheduler(shift, own, RENOISE)
-    for steps in range(1, own):
-        scheduler = exported.from_config(exported.config, **model_card.fewer_steps(shift, steps))
-        scheduler.set_timesteps(steps)
-        assert scheduler.sigmas[:-1].tolist() == list(few_steps(shift, steps, None).sigmas)
-        trained = [shift * u / (1 + (shift - 1) * u) for u in (1 - k / steps for k in range(steps))]
-        assert scheduler.sigmas[:-1].tolist() == pytest.approx(trained, abs=0.002)
