@@ -49,7 +49,7 @@ def read_sampling(flags: SampleFlags) -> tuple[Candidate, list[PromptItem], draw
             negative_prompt=flags.negative_prompt,
         )
         problems += draw_samples.sampling_problems(folder, settings)
-        problems += image_problems(folder, items, given=bool(flags.image)) if items else []
+        problems += image_problems(folder, items, by_flag=bool(flags.image)) if items else []
         size = settings.height, settings.width, settings.num_frames
         heads = {"The pipeline": folder.config.num_attention_heads}
         patches = {size: folder.tokens(*size)}

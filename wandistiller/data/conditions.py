@@ -16,8 +16,7 @@ from wandistiller.batch import Conditioning
 from wandistiller.data.dataset import PromptItem
 from wandistiller.data.lines import clean
 from wandistiller.data.media import MediaError, MediaReader
-from wandistiller.data.media_cache import Encode, MediaCache, Sample
-from wandistiller.data.tensor_cache import TensorCache
+from wandistiller.data.tensor_cache import Encode, MediaCache, Sample, TensorCache
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import memory_size
 from wandistiller.distributed.progress import Progress

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from wandistiller.batch import Conditioning, State
 from wandistiller.data.media import MediaReader
-from wandistiller.data.media_cache import Encode, MediaCache, Sample, of_one_size
-from wandistiller.data.tensor_cache import TensorCache
+from wandistiller.data.tensor_cache import Encode, MediaCache, Sample, TensorCache, of_one_size
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.round_robin import number_of_rounds, round_robin

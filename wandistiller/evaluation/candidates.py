@@ -28,7 +28,7 @@ class Candidate:
     """Of the run that made it; defaults of a pipeline of others."""
     where: Path
     """The file that has these facts, or would have them."""
-    given_teacher: str | None
+    named_teacher: str | None
     """The teacher's folder or hub id, where the user says where it is."""
 
     @property
@@ -38,8 +38,8 @@ class Candidate:
     @property
     def place(self) -> Path | None:
         """The folder beside which results are written; None: it is not on this machine."""
-        given = Path(self.name) if self.name else self.where
-        return given.parent if given.exists() else None
+        path = Path(self.name) if self.name else self.where
+        return path.parent if path.exists() else None
 
     @property
     def teacher(self) -> str:
@@ -48,8 +48,8 @@ class Candidate:
         Raises:
             ConfigError: it is not known, or not where it was.
         """
-        if self.given_teacher:
-            return self.given_teacher
+        if self.named_teacher:
+            return self.named_teacher
         name = self.facts.teacher_path
         if not self.where.is_file():
             raise ConfigError(
@@ -96,10 +96,11 @@ class Candidate:
         """Return the only one of the teacher's two networks that a LoRA file's student uses; None: both."""
         for lora in self.added if len(folder.configs) == 2 else ():
             made = _facts_of_lora(Path(lora.file))
-            own = not self.name or Path(self.name).name == Path(made.teacher_path).name
-            one = [Expert(base) for base in made.bases or () if own or base == Expert.LOW_NOISE.value]
-            if not lora.expert and len(made.bases or ()) == len(one) == 1:
-                return one[0]
+            is_its_teacher = not self.name or Path(self.name).name == Path(made.teacher_path).name
+            bases = made.bases or []
+            is_clear = is_its_teacher or bases == [Expert.LOW_NOISE.value]
+            if is_clear and not lora.expert and len(bases) == 1:
+                return Expert(bases[0])
         return None
 
 
@@ -128,7 +129,7 @@ def read_candidate(
     added = added_lora.each_file(
         added_lora.read_added("command line", "lora", [{"file": f, "strength": strength} for f in loras])
     )
-    if twice := [one for number, one in enumerate(added) if one in added[:number]]:
+    if twice := [lora for number, lora in enumerate(added) if lora in added[:number]]:
         raise ConfigError(f"command line: the LoRA {twice[0].file} is given twice. Give it once.")
     if not (name or added):
         raise ConfigError("command line: no pipeline is named. Give one, or a LoRA file with --lora.")
@@ -138,7 +139,7 @@ def read_candidate(
         name = student_of(name)
         if of_run := run_problem(Path(name), name):
             raise ConfigError(of_run)
-    made = [(facts_beside(Path(one.file)), _facts_of_lora(Path(one.file))) for one in added]
+    made = [(facts_beside(Path(lora.file)), _facts_of_lora(Path(lora.file))) for lora in added]
     for file, facts in () if name else made:  # on its teacher, which is taken
         if facts.lora and not facts.bases:
             base = facts.lora_base or f"a student of {facts.config.num_layers} layers"
@@ -153,7 +154,7 @@ def read_candidate(
     else:
         where, facts = (of_few_steps or made)[0]
     facts = _with_places(facts, where.absolute().parents[1 if where.name == FACTS else 0])
-    return Candidate(name=name, added=added, facts=facts, where=where, given_teacher=teacher)
+    return Candidate(name=name, added=added, facts=facts, where=where, named_teacher=teacher)
 
 
 def _with_places(facts: Facts, output: Path) -> Facts:

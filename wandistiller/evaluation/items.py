@@ -10,7 +10,7 @@ from wandistiller.data.conditions import given_frames, given_problems
 from wandistiller.data.dataset import EMBEDDED, FIRST_FRAMES, PromptItem, read_dataset
 from wandistiller.data.lines import LISTS, prompt_problems
 from wandistiller.data.media import CROP, MediaError, MediaReader, Size
-from wandistiller.data.media_cache import Sample
+from wandistiller.data.tensor_cache import Sample
 from wandistiller.network.folder import Folder
 from wandistiller.utils.errors import ConfigError, problem
 
@@ -52,16 +52,16 @@ def _of_each(key: str, images: Sequence[str], number: int) -> list[Path | None]:
     if missing := [file for file in files if not file.is_file()]:
         raise ConfigError(f"command line: `{key}`: no such file: {missing[0]}. Fix the name.")
     if files and len(files) not in (1, number):
-        found = f"{len(files)} images for {number} prompts"
-        raise ConfigError(problem("command line", key, found, "Give one of each, or one of all."))
+        numbers = f"{len(files)} images for {number} prompts"
+        raise ConfigError(problem("command line", key, numbers, "Give one of each, or one of all."))
     return files if len(files) == number else (files or [None]) * number
 
 
-def image_problems(folder: Folder, items: list[PromptItem], *, given: bool = False) -> list[str]:
-    """List the problem of first frames that a pipeline needs or, if they are `given`, does not take."""
+def image_problems(folder: Folder, items: list[PromptItem], *, by_flag: bool = False) -> list[str]:
+    """List the problem of first frames that a pipeline needs, or does not take where given `by_flag`."""
     if not folder.config.takes_image:
         remedy = "It makes clips of text alone; leave it out."
-        return [problem(folder.name, "image", "given", remedy)] if given else []
+        return [problem(folder.name, "image", "given", remedy)] if by_flag else []
     return given_problems(folder, items)
 
 

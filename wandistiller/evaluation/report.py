@@ -32,8 +32,8 @@ PAGE = Path(__file__).with_name("report.md.jinja")
 def summary(settings: Evaluation, shares: Shares) -> tuple[Evaluated, dict[str, list[Tensor]]]:
     """Merge the ranks' shares into the figures and the picture's rows."""
     sides = {"teacher": [t for t, _, _ in shares], "student": [s for _, s, _ in shares]}
-    samples = {name: _in_order([r.own.samples for r in ranks]) for name, ranks in sides.items()}
-    second = _in_order([r.own.second_draw for r in sides["teacher"]])
+    samples = {name: _in_order([r.in_own_steps.samples for r in ranks]) for name, ranks in sides.items()}
+    second = _in_order([r.in_own_steps.second_draw for r in sides["teacher"]])
     squares_NS2 = torch.stack(_in_order([errors for _, _, errors in shares]))
     result: Evaluated = {
         "prompts": len(settings.prompts),
@@ -98,10 +98,10 @@ def _columns(
         columns[name] = {
             "parameters": sum(config.numel for config in folders[name].configs.values()),
             "peak_memory_gib": {k: max(r.peak_gib[k] for r in ranks) for k in ranks[0].peak_gib},
-            **_figures(settings, [r.own for r in ranks]),
+            **_figures(settings, [r.in_own_steps for r in ranks]),
         }
     teacher, student = columns.values()
-    theirs, its = (_seconds([r.own for r in ranks]) for ranks in sides.values())
+    theirs, its = (_seconds([r.in_own_steps for r in ranks]) for ranks in sides.values())
     ratio = columns["ratio"] = {
         "parameters": Estimate(student["parameters"] / teacher["parameters"]).as_dict()
     }
@@ -118,10 +118,9 @@ def _rows_by_steps(
     settings: Evaluation, sides: dict[str, list[CandidateResult]], figures: dict[str, dict[str, Figures]]
 ) -> dict[str, list[Tensor]]:
     """Return the picture's rows: the teacher in its own steps, the student in its own and in fewer."""
-    own = settings.teacher_sampling.steps
-    drawn = sides["student"][0].by_steps
-    smaller = [n for n in sorted(drawn, reverse=True) if n < own or n == settings.student_sampling.steps]
-    numbers = [("teacher", own), *(("student", n) for n in smaller)]
+    most, drawn = settings.teacher_sampling.steps, sides["student"][0].by_steps
+    smaller = [n for n in sorted(drawn, reverse=True) if n < most or n == settings.student_sampling.steps]
+    numbers = [("teacher", most), *(("student", n) for n in smaller)]
     return {
         f"{side}\n{n} step{'s' * (n > 1)}\n{figures[side][str(n)]['seconds_per_sample']['value']:.2g} s": (
             _shown(_in_order([r.by_steps[n].samples for r in sides[side]]))
@@ -229,11 +228,11 @@ def _steps(result: Evaluated) -> list[list[str]]:
     """Rows of the table by steps: of both, how many times faster than the teacher in its own steps."""
     by_steps = result.get("by_steps", {})
     labels = {m.name: m.label for m in METRICS if by_steps and m.name in result["teacher"]}
-    own = by_steps and by_steps["teacher"][str(result["teacher_steps"])]
+    usual = by_steps and by_steps["teacher"][str(result["teacher_steps"])]
     rows = [["steps", *labels.values(), *TIMES.values(), "times faster", "times faster, denoising alone"]]
     for side, numbers in by_steps.items():
         for n, figures in numbers.items():
-            faster = (own[key]["value"] / figures[key]["value"] for key in TIMES)
+            faster = (usual[key]["value"] / figures[key]["value"] for key in TIMES)
             cells = (f"{figures[key]['value']:.3g}" for key in TIMES)
             scores = (cell(figures[name]) for name in labels)
             rows.append([f"{side}, {n}", *scores, *cells, *(f"{times:.3g}" for times in faster)])

@@ -10,7 +10,6 @@ import yaml
 from huggingface_hub import ModelCardData
 from huggingface_hub.repocard import metadata_load
 
-from wandistiller.checkpoint import manifest
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.config.start import recorded_stages
 from wandistiller.experts import Expert, expert_at
@@ -165,15 +164,12 @@ def licence(teacher: Folder | None, hub_id: str) -> dict[str, str]:
 def _evaluation(run: Path, source: Source) -> str:
     """The tables of OUTPUT/evaluation.md, if `evaluate` has run on this checkpoint's student.
 
-    Of a last stage they are in the whole recipe's folder, too, where `evaluate` leaves them by default. An
-    evaluation of an earlier version does not say of which; it is taken for one of the last checkpoint.
+    Of a last stage they are in the whole recipe's folder, too, where `evaluate` leaves them by default.
     """
-    last = next(iter(manifest.steps(source.folder.parent)), source.folder)
-    places = [run, run.parent] if recorded_stages(run.parent)[-1:] == [run] else [run]
-    for file, figures in [(place / "evaluation.md", place / "evaluation.json") for place in places]:
+    for folder in [run, run.parent] if recorded_stages(run.parent)[-1:] == [run] else [run]:
+        file, figures = folder / "evaluation.md", folder / "evaluation.json"
         steps = read_json(figures).get("trained_steps") if figures.is_file() else None
-        is_own = steps == source.facts.max_steps if steps else source.folder.name == last.name
-        if is_own and file.is_file():
+        if steps == source.facts.max_steps and file.is_file():
             blocks = file.read_text(encoding="utf-8").split("\n\n")
             return "\n\n".join(block for block in blocks if block.startswith("|"))
     return ""
@@ -214,15 +210,15 @@ def comfy_nodes(facts: Facts, loader: str) -> str:
         latent = "WanImageToVideo" if facts.config.joined_channels else latent
         latent = "WanFirstLastFrameToVideo" if len(facts.config.given_places) == 2 else latent
     text = COMFY + (TWO_SAMPLERS if facts.has_boundary else ONE_SAMPLER)
-    more = {"latent": latent, "loader": loader, "sampler": "euler or uni_pc", "others": "", "fewer": ""}
+    words = {"latent": latent, "loader": loader, "sampler": "euler or uni_pc", "others": "", "fewer": ""}
     if facts.few_steps:
         renoise = facts.sampler == RENOISE
-        more["sampler"] = "lcm" if renoise else "euler"
-        more["fewer"] = " or fewer" * (renoise and facts.steps > 1)  # it shifts any number by itself
+        words["sampler"] = "lcm" if renoise else "euler"
+        words["fewer"] = " or fewer" * (renoise and facts.steps > 1)  # it shifts any number by itself
     elif facts.has_boundary:
         splits = {n: split_step(facts, n) for n in (4, 8, 20, 40) if n != facts.steps}
-        more["others"] = OTHERS.format(", ".join(f"{split} of {steps}" for steps, split in splits.items()))
-    return text.format(**written(facts) | more, split=split_step(facts, facts.steps))
+        words["others"] = OTHERS.format(", ".join(f"{split} of {steps}" for steps, split in splits.items()))
+    return text.format(**written(facts) | words, split=split_step(facts, facts.steps))
 
 
 def split_step(facts: Facts, steps: int) -> int:

@@ -82,16 +82,16 @@ def usual_rates(machine: Machine) -> Rates:
     return Rates(SHARE * peak, pcie)
 
 
-def override_rates(usual: Rates, given: dict[str, Any]) -> Rates:
+def override_rates(usual: Rates, rates: dict[str, Any]) -> Rates:
     """Replace the rates that the user gives.
 
     Raises:
         ConfigError: for other keys than those of Rates, and for values that are no positive numbers.
     """
-    problems, given = check("command line", given, types_of(Rates), "rates.")
+    problems, checked = check("command line", rates, types_of(Rates), "rates.")
     if problems:
         raise ConfigError(*problems)
-    return replace(usual, **given)
+    return replace(usual, **checked)
 
 
 def passes(job: Job, updates: Sequence[str] = ()) -> dict[str, Passes]:

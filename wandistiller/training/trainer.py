@@ -14,9 +14,8 @@ from wandistiller.checkpoint.resume import NOT_RECORDED, changed_keys, set_newer
 from wandistiller.config.identity import recorded
 from wandistiller.config.job import Job
 from wandistiller.config.sweeps import rolled_out, swept
-from wandistiller.data.cached_dataset import CachedData
+from wandistiller.data.cached_dataset import CachedData, MicroBatches
 from wandistiller.data.conditions import Conditions
-from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.shutdown import Stopped

@@ -19,7 +19,7 @@ from wandistiller.batch import Batch, Conditioning
 from wandistiller.data.dataset import PromptItem
 from wandistiller.data.latent_cache import LatentCache, Rollouts
 from wandistiller.data.media import MediaReader, Size
-from wandistiller.data.media_cache import Sample
+from wandistiller.data.tensor_cache import Sample
 from wandistiller.experts import Expert
 from wandistiller.network.sampling import denoise
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
