@@ -56,15 +56,14 @@ def media_dimensions(path_of: Callable[[int], Path], number: int, table: Path) -
         table: a file that stores them by the media's fingerprints, whatever the data's order.
     """
     stamps, known = _read_table(table)
-    own = own_batches(range(number))
-    own_stamps = np.array([int(file_fingerprint(path_of(i)), 16) for i in own], np.uint64)
-    own_known, new = np.zeros((len(own), 2), np.int32), ~np.isin(own_stamps, stamps)
-    own_known[~new] = known[np.searchsorted(stamps, own_stamps[~new])]
+    numbers = own_batches(range(number))
+    own_stamps = np.array([int(file_fingerprint(path_of(i)), 16) for i in numbers], np.uint64)
+    own_sizes, new = np.zeros((len(numbers), 2), np.int32), ~np.isin(own_stamps, stamps)
+    own_sizes[~new] = known[np.searchsorted(stamps, own_stamps[~new])]
     progress = Progress("sizes of media", int(new.sum()), "file")
     for row in np.flatnonzero(new):
-        own_known[row] = _dimensions(path_of(own[row]))
-        progress.advance()
-    parts_stamps, parts = zip(*collectives.gather_objects((own_stamps, own_known)), strict=True)
+        own_sizes[row] = progress.counting(_dimensions)(path_of(numbers[row]))
+    parts_stamps, parts = zip(*collectives.gather_objects((own_stamps, own_sizes)), strict=True)
     dimensions_N2 = np.zeros((number, 2), np.int32)
     for rank, part in enumerate(parts):
         dimensions_N2[rank :: collectives.world_size()] = part

@@ -98,12 +98,7 @@ class LatentCache:
         return self._made.read(key, "x0" if is_last else f"state {number}")[0]
 
     def fill_media(self, samples: dict[str, Sample]) -> dict[str, Problem]:
-        """Encode images and videos, given by key. Collective.
-
-        Returns:
-            File and reason of each sample that cannot be used, by key; equal on all ranks, and stored, unless
-            the next run may be able to read it.
-        """
+        """Encode images and videos, given by key; return as `MediaCache.fill` does. Collective."""
 
         def encoder() -> Encode:
             vae = self._folder.load_vae(self.device)
@@ -133,8 +128,9 @@ class LatentCache:
         name, calls = "latents from the teacher", number_of_rounds(files, ranks) * self._rollouts.steps
         progress = Progress(name, calls, "call")
         for _, keys, counts in round_robin(files, ranks):
-            own = [samples[key] for key in keys]
-            tensors = self._roll_out(own, progress.counting(velocity), conditioning(own).to(self.device))
+            together = [samples[key] for key in keys]
+            texts = conditioning(together).to(self.device)
+            tensors = self._roll_out(together, progress.counting(velocity), texts)
             if counts:
                 about = {key: samples[key].item.prompt for key in keys}
                 self._made.write(dict(zip(keys, tensors, strict=True)), about)

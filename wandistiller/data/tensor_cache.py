@@ -207,28 +207,26 @@ class MediaCache(TensorCache):
             name: of the progress.
 
         Returns:
-            File and reason of each sample that cannot be used, by key; equal on all ranks, and stored, unless
-            the next run may be able to read it.
+            Problem of each sample that cannot be used, by key; equal on all ranks, and stored, unless the
+            next run may be able to read it.
         """
         known = collectives.broadcast_object(self._known_unusable() if collectives.rank() == 0 else {})
         missing = self.missing_keys(key for key in samples if key not in known)
         files = own_batches(of_one_size(missing, samples, self._samples_per_file))
-        unusable: dict[str, str] = {}
-        passing: set[str] = set()
+        reasons: dict[str, tuple[str, bool]] = {}
         with collectives.raise_on_all_ranks():
             if files:
                 encode, progress = encoder(), Progress(name, sum(map(len, files)), "sample")
                 for keys in until_stopped(files):
-                    found = {key: samples[key] for key in keys}
-                    unusable |= self._encode(found, source, encode, progress, passing)
+                    reasons |= self._encode({key: samples[key] for key in keys}, source, encode, progress)
         collectives.raise_if_stop_requested("while encoding media; finished ones are kept")
-        of_ranks = collectives.gather_objects((unusable, passing))
-        new = {key: why for found, _ in of_ranks for key, why in found.items()}
-        lasting = {key: why for key, why in new.items() if not any(key in tried for _, tried in of_ranks)}
+        new = {key: reason for part in collectives.gather_objects(reasons) for key, reason in part.items()}
+        lasting = {key: why for key, (why, passing) in new.items() if not passing}
         if lasting and collectives.rank() == 0:
             write_json(self._unusable, known | lasting)
         self.find_written(key for key in missing if key not in new)
-        return {k: Problem(f"{why}.", source(samples[k])) for k, why in (known | new).items() if k in samples}
+        unusable = known | {key: why for key, (why, _) in new.items()}
+        return {k: Problem(f"{why}.", source(samples[k])) for k, why in unusable.items() if k in samples}
 
     def _known_unusable(self) -> dict[str, str]:
         """Reason by key, from earlier runs; empty if that file is damaged."""
@@ -244,26 +242,22 @@ class MediaCache(TensorCache):
         source: Callable[[Sample], Path],
         encode: Encode,
         progress: Progress,
-        passing: set[str],
-    ) -> dict[str, str]:
-        """Write one file of samples of one size; return the reason, by key, for those that cannot be used.
+    ) -> dict[str, tuple[str, bool]]:
+        """Write one file of samples of one size, encoded one by one, as a video alone takes gigabytes.
 
-        They are encoded one by one, as a video alone takes gigabytes.
-
-        Args:
-            passing: gets the keys of those that the next run may be able to read.
+        Returns:
+            By key, the reason why one cannot be used, and if the next run may be able to read it.
         """
-        tensors, unusable = {}, {}
+        tensors, reasons = {}, {}
         for key, sample in until_stopped(samples.items()):
             try:
                 tensors[key] = encode(sample)
             except MediaError as error:
-                unusable[key] = str(error)
-                passing |= {key} if error.passing else set()
+                reasons[key] = str(error), error.passing
             progress.advance()
         if tensors:
             self.write(tensors, {key: str(source(samples[key])) for key in tensors})
-        return unusable
+        return reasons
 
 
 class Measured:
@@ -274,10 +268,10 @@ class Measured:
         self._folder = folder
 
     def of(self, name: str, measure: Callable[[], Tensor]) -> Tensor:
-        """Return rank 0's result of `measure`, kept or new, on the CPU. Collective."""
-        kept = collectives.broadcast_object(self.read(name) if collectives.rank() == 0 else None)
-        if kept:
-            return kept["result"]
+        """Return rank 0's result of `measure`, known or new, on the CPU. Collective."""
+        known = collectives.broadcast_object(self.read(name) if collectives.rank() == 0 else None)
+        if known:
+            return known["result"]
         result = collectives.broadcast_object(measure().cpu())
         if collectives.rank() == 0:
             self.write(name, {"result": result})

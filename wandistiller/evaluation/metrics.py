@@ -85,12 +85,17 @@ class DrawnBatch:
             given_frames: latent frames at the start that the models are given, which count for no motion.
             scenes: names of the embedded teachers' scenes; None: they are the prompts.
         """
-        self.scenes, self.begins = scenes or prompts, given_frames > 0  # motions, in the first frame
+        self.scenes, self.given_frames = scenes or prompts, given_frames
         self.moving_BCFHW = after_given(x0_BCFHW, given_frames)
         self.prompts, self.pixels_BCFHW, self._clip = prompts, pixels_BCFHW, clip
         self.frame_BCHW = pixels_BCFHW[:, :, pixels_BCFHW.shape[2] // 2]
         """The middle frame."""
         self.x0_BCFHW, self.other_BCFHW = x0_BCFHW, other_BCFHW
+
+    @property
+    def begins(self) -> bool:
+        """True if motions begin in the first frame."""
+        return self.given_frames > 0
 
     @cached_property
     def clip(self) -> tuple[Tensor, Tensor]:
