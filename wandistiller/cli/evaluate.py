@@ -11,7 +11,7 @@ from wandistiller.distributed import collectives, device
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks, division_problems
 from wandistiller.engine.ds_config import load
 from wandistiller.engine.preflight import config_problems
-from wandistiller.evaluation.candidates import read_candidate
+from wandistiller.evaluation.candidates import image_problems, read_candidate, read_items
 from wandistiller.evaluation.clip import clip_problems
 from wandistiller.evaluation.draw_samples import (
     STEPS,
@@ -21,7 +21,6 @@ from wandistiller.evaluation.draw_samples import (
     size_problems,
 )
 from wandistiller.evaluation.evaluator import Evaluation, Evaluator
-from wandistiller.evaluation.items import image_problems, read_items
 from wandistiller.evaluation.report import summary, write
 from wandistiller.monitoring.headline import Evaluated
 from wandistiller.network.folder import Folder

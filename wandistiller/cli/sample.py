@@ -6,8 +6,14 @@ from wandistiller.data.media import Size
 from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence_parallel import Ranks, division_problems
 from wandistiller.evaluation import draw_samples
-from wandistiller.evaluation.candidates import Candidate, read_candidate
-from wandistiller.evaluation.items import frame_problems, image_problems, read_items, reader_of
+from wandistiller.evaluation.candidates import (
+    Candidate,
+    frame_problems,
+    image_problems,
+    read_candidate,
+    read_items,
+    reader_of,
+)
 from wandistiller.utils.errors import ConfigError, collecting, folder_problems, inside_problems
 
 

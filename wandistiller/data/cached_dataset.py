@@ -158,15 +158,13 @@ class CachedData:
 
     def conditioning(self, sample_index_B: list[int]) -> Conditioning:
         """Return the conditioning of sample indices; text is zero-padded to the longest."""
-        return self._conditioning([self._keys_at(i)[1] for i in sample_index_B])
-
-    def _conditioning(self, keys: list[ConditionKey]) -> Conditioning:
-        return self._conditions.batch(keys).map(self._moved)
+        return self._conditions.batch([self._keys_at(i)[1] for i in sample_index_B]).map(self._moved)
 
     def examples(self, number_B: list[int]) -> tuple[Tensor, Conditioning]:
         """Return x0 and conditioning to calibrate with: shuffled samples of the most common size, wrapped."""
         keys = [self._keys[self._common[n % len(self._common)]] for n in number_B]
-        return self._x0([latent for latent, _ in keys]), self._conditioning([key for _, key in keys])
+        conditioning = self._conditions.batch([key for _, key in keys]).map(self._moved)
+        return self._x0([latent for latent, _ in keys]), conditioning
 
     def _x0(self, keys: list[str]) -> Tensor:
         return self._moved(torch.stack([self._latents[key] for key in keys]))

@@ -27,8 +27,7 @@ from wandistiller.distributed.device import memory_size, on_accelerator
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.round_robin import number_of_rounds, round_robin
 from wandistiller.distributed.sequence_parallel import ALONE, SHARED, Ranks
-from wandistiller.evaluation.candidates import Candidate
-from wandistiller.evaluation.items import reader_of
+from wandistiller.evaluation.candidates import Candidate, reader_of
 from wandistiller.flow import EULER, TRAIN_TIMESTEPS
 from wandistiller.network.folder import Folder
 from wandistiller.network.sampling import few_step_scheduler, few_steps

@@ -20,9 +20,9 @@ from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.round_robin import batched, number_of_rounds, round_robin
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
+from wandistiller.evaluation.candidates import reader_of
 from wandistiller.evaluation.clip import Clip
 from wandistiller.evaluation.draw_samples import Sampling
-from wandistiller.evaluation.items import reader_of
 from wandistiller.evaluation.metrics import FEATURES, METRICS, DrawnBatch, Features, Metric
 from wandistiller.evaluation.pipelines import DiffusersPipeline, PeakMemory, PlacedTeacher
 from wandistiller.evaluation.velocity_error import SAMPLES, Band, bands, states_in

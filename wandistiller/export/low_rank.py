@@ -60,13 +60,6 @@ class Adapter(NamedTuple):
     def factor(self, layer: str) -> float:
         return self.factors.get(layer, self.alpha / self.rank)
 
-    @property
-    def sentence(self) -> str:
-        return f"Rank {self.rank}{self.note}"
-
-    def to(self, dtype: torch.dtype) -> "Adapter":
-        return self._replace(state={name: value.to(dtype) for name, value in self.state.items()})
-
 
 class Extracted(NamedTuple):
     """An adapter cut out of a difference, and its share of that difference."""

@@ -48,11 +48,6 @@ class Machine:
     def topology(self) -> Topology:
         return Topology(self.ranks, self.ranks_on_node, self.device_free is not None)
 
-    @property
-    def device_size(self) -> int | None:
-        """Memory of an accelerator by which its kind is known."""
-        return self.device_total or self.device_free
-
 
 def this_machine(swap_path: Path) -> Machine:
     """Measure this machine now. Collective; if there are other ranks, after `distributed.init`."""

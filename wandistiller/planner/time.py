@@ -6,7 +6,7 @@ ranks send each other.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Annotated, Any
@@ -74,7 +74,7 @@ class Rates:
 
 def usual_rates(machine: Machine) -> Rates:
     """Return SHARE of the peak of the GPU, known by its name or its memory; without GPUs a CPU's rate."""
-    if (size := machine.device_size) is None:
+    if (size := machine.device_total or machine.device_free) is None:
         return Rates(CPU, DISK)
     by_name = (part for part in PEAKS if re.search(rf"{part}(?!\d)", machine.device_name))
     by_size = BY_MEMORY[max((gib for gib in BY_MEMORY if gib <= 1.1 * size / GIB), default=min(BY_MEMORY))]
@@ -175,8 +175,10 @@ class Times:
 
     def rollouts(self) -> float:
         """Seconds of the teacher's rollouts, without those that the stages before have made."""
-        j, at_once = self.job, self.job.run.prepare_batch
-        before = max(map(rollouts_of, _with_same_rollouts(j)), default=0)
+        j, at_once, before = self.job, self.job.run.prepare_batch, 0
+        stage = j
+        while stage := stage.previous:  # the same rollouts are in the same cache
+            before = max(before, rollouts_of(stage) * (_rollouts_key(stage) == _rollouts_key(j)))
         computing = branches(j) * self.call(TEACHER, at_once)
         call = max(computing, self._passes() * self._fetching()) / at_once
         return max(0, rollouts_of(j) - before) / j.batch.ranks * j.run.rollout_steps * call
@@ -211,14 +213,6 @@ def rollouts_of(job: Job) -> int:
     """Return how many samples of prompts without media the run's updates read."""
     samples = int(job.items.made.sum()) * job.run.rollouts_per_prompt
     return min(samples, len(job.updates_with_latents) * job.batch.total)
-
-
-def _with_same_rollouts(job: Job) -> Iterator[Job]:
-    """Yield the stages before whose teacher makes the same rollouts, into the same cache."""
-    stage = job
-    while stage := stage.previous:
-        if _rollouts_key(stage) == _rollouts_key(job):
-            yield stage
 
 
 def _rollouts_key(job: Job) -> tuple[Any, ...]:

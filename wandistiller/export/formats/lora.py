@@ -84,8 +84,11 @@ class LoraFormat(ExportFormat):
         comfy = self.format == "original" or self.format == "lora" and output.suffix == ".safetensors"
         files = [per_expert(output, source.sides, name) for name in source.experts]
         target = check_files(output, files) if comfy else check_folder(output)
-        adapters = [adapter.to(self.dtype) for adapter in self._adapters(source)]
-        ranks = ranks_in_words(source.experts, [adapter.sentence for adapter in adapters])
+        adapters = [
+            adapter._replace(state={name: value.to(self.dtype) for name, value in adapter.state.items()})
+            for adapter in self._adapters(source)
+        ]
+        ranks = ranks_in_words(source.experts, [f"Rank {a.rank}{a.note}" for a in adapters])
         with replaced(target) as folder:
             if comfy:
                 about = "Wan/lora", source.description, source.published
