@@ -25,8 +25,6 @@ from wandistiller.utils.keyed_random import keyed_normal
 
 Velocity = Callable[[State], Tensor]
 """The teacher's v_BCFHW."""
-ConditioningOf = Callable[[list[Sample]], Conditioning]
-"""The conditioning of samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +117,7 @@ class LatentCache:
         self,
         samples: dict[str, Sample],
         velocity: Velocity,
-        conditioning: ConditioningOf,
+        conditioning: Callable[[list[Sample]], Conditioning],
         ranks: Ranks = ALONE,
     ) -> None:
         """Roll the teacher out. Collective: every rank makes the same number of teacher calls."""

@@ -122,18 +122,15 @@ class TensorCache:
             with safe_open(file, "pt") as opened:
                 sums = opened.metadata() or {}
                 tensors = {name: opened.get_tensor(f"{key}.{name}") for name in names}
+            for name, tensor in tensors.items():
+                checksum = _checksum(tensor)
+                if sums.get(f"crc32 {key}.{name}", checksum) != checksum:
+                    raise ValueError(f"`{key}.{name}` does not have the checksum in the file's header")
         except BROKEN as error:
             raise StorageError(
                 f"{file}: damaged or removed while in use: {error}. Remove it if it is there and start "
                 "again; its tensors are made anew."
             ) from None
-        for name, tensor in tensors.items():
-            checksum = _checksum(tensor)
-            if sums.get(f"crc32 {key}.{name}", checksum) != checksum:
-                raise StorageError(
-                    f"{file}: `{key}.{name}` does not have the checksum in the file's header. Remove the "
-                    "file and start again; its tensors are made anew."
-                )
         return list(tensors.values())
 
 

@@ -101,7 +101,7 @@ class Candidate:
     def _alone(self, folder: Folder) -> Expert | None:
         """Return the only one of the teacher's two networks that a LoRA file's student uses; None: both."""
         for lora in self.added if len(folder.configs) == 2 else ():
-            made = _facts_of_lora(Path(lora.file))
+            made = Facts.of(facts_of(Path(lora.file)))
             is_its_teacher = not self.name or Path(self.name).name == Path(made.teacher_path).name
             bases = made.bases or []
             is_clear = is_its_teacher or bases == [Expert.LOW_NOISE.value]
@@ -145,7 +145,7 @@ def read_candidate(
         name = student_of(name)
         if of_run := run_problem(Path(name), name):
             raise ConfigError(of_run)
-    made = [(facts_beside(Path(lora.file)), _facts_of_lora(Path(lora.file))) for lora in added]
+    made = [(facts_beside(file), Facts.of(facts_of(file))) for file in (Path(lora.file) for lora in added)]
     for file, facts in () if name else made:  # on its teacher, which is taken
         if facts.lora and not facts.bases:
             base = facts.lora_base or f"a student of {facts.config.num_layers} layers"
@@ -176,11 +176,6 @@ def _with_places(facts: Facts, output: Path) -> Facts:
     return replace(
         facts, teacher_path=recipe["teacher_path"], teacher_lora=added_lora.as_settings(added) or None
     )
-
-
-def _facts_of_lora(file: Path) -> Facts:
-    """Return the facts of a LoRA file, from its header or its folder; defaults of a file that others made."""
-    return Facts.of(facts_of(file))
 
 
 def read_items(

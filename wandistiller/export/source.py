@@ -58,14 +58,9 @@ class Source(NamedTuple):
         return replace(facts, teacher_path=self.hub_id or Path(facts.teacher_path).name)
 
     @property
-    def experts(self) -> list[str]:
-        """Folder names of the student's experts."""
-        return self.facts.experts
-
-    @property
     def sides(self) -> list[str]:
         """Folder names of the experts that names of files tell apart."""
-        return self.experts
+        return self.facts.experts
 
     @property
     def description(self) -> str:
@@ -80,7 +75,7 @@ class Source(NamedTuple):
 
     def networks(self, dtype: torch.dtype) -> Iterator[tuple[str, WanTransformer3DModel]]:
         """Yield name and network of each expert, LoRA fused; `dtype` except where diffusers keeps float32."""
-        for name in self.experts:
+        for name in self.facts.experts:
             yield name, Network.made(self.facts.config, self.finished(name, dtype)).module
 
     def finished(self, name: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -146,7 +141,7 @@ class Source(NamedTuple):
 
     def base(self, name: str) -> Expert:
         """The teacher's network that an expert is, but for its adapters."""
-        return Expert(dict(zip(self.experts, self.facts.bases, strict=True))[name])
+        return Expert(dict(zip(self.facts.experts, self.facts.bases, strict=True))[name])
 
     def base_teacher(self) -> Folder:
         """The teacher with the LoRA files that were added to its networks, under a run's adapters.

@@ -103,15 +103,11 @@ def passes(job: Job, updates: Sequence[str] = ()) -> dict[str, Passes]:
     made = passes_asked(job, updates)
     for role, each in made.items():
         if each.backward:
-            again = each.backward * _recomputed(job, role)
-            made[role] = each._replace(forward=each.forward + again)
+            config, engine = _network(job, role)[0], job.student_engine
+            engine = engine if role == STUDENT else job.networks.others[role].engine
+            again = _mean(job, config, lambda flops, engine=engine: flops.recomputed(engine.recompute))
+            made[role] = each._replace(forward=each.forward + each.backward * again)
     return made
-
-
-def _recomputed(job: Job, role: str) -> float:
-    config, engine = _network(job, role)[0], job.student_engine
-    engine = engine if role == STUDENT else job.networks.others[role].engine
-    return _mean(job, config, lambda flops: flops.recomputed(engine.recompute))
 
 
 def _network(job: Job, role: str) -> tuple[NetworkConfig, float]:

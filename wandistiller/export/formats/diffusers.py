@@ -90,7 +90,7 @@ def _write_index(teacher: Folder, source: Source, scheduler: str, folder: Path) 
     index["scheduler"] = ["diffusers", scheduler]
     if source.facts.image_to_video:
         index["_class_name"] = IMAGE_TO_VIDEO
-    if len(source.experts) == 1:  # one network serves the whole path
+    if len(source.facts.experts) == 1:  # one network serves the whole path
         index |= {"transformer_2": [None, None], "boundary_ratio": None}
     elif source.facts.few_steps:  # it lies between two levels
         index["boundary_ratio"] = source.facts.boundary

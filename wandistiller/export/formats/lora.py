@@ -82,13 +82,14 @@ class LoraFormat(ExportFormat):
 
     def write(self, source: Source, output: Path) -> list[Path]:
         comfy = self.format == "original" or self.format == "lora" and output.suffix == ".safetensors"
-        files = [per_expert(output, source.sides, name) for name in source.experts]
+        experts = source.facts.experts
+        files = [per_expert(output, source.sides, name) for name in experts]
         target = check_files(output, files) if comfy else check_folder(output)
         adapters = [
             adapter._replace(state={name: value.to(self.dtype) for name, value in adapter.state.items()})
             for adapter in self._adapters(source)
         ]
-        ranks = ranks_in_words(source.experts, [f"Rank {a.rank}{a.note}" for a in adapters])
+        ranks = ranks_in_words(experts, [f"Rank {a.rank}{a.note}" for a in adapters])
         with replaced(target) as folder:
             if comfy:
                 about = "Wan/lora", source.description, source.published
@@ -96,7 +97,7 @@ class LoraFormat(ExportFormat):
                     for file, adapter in zip(files, adapters, strict=True):
                         write_file(file, comfy_state(adapter), *about, together)
             else:
-                files = [Path(FILES[Expert(name)]) for name in source.experts]
+                files = [Path(FILES[Expert(name)]) for name in experts]
                 for file, adapter in zip(files, adapters, strict=True):
                     config = {"transformer_lora_adapter_metadata": adapter.config}
                     WanPipeline.save_lora_weights(folder, adapter.state, weight_name=file.name, **config)
@@ -117,7 +118,7 @@ class LoraFormat(ExportFormat):
                 "to. Leave out --adapter and --format lora: the export then is a pipeline with them merged."
             )
         teacher = None if facts.lora else _teacher_of_same_shape(source)
-        for name in source.experts:
+        for name in facts.experts:
             if teacher:
                 reader = WeightReader(teacher.path / name)
                 yield self._extracted(source, name, _differences(source.weights(name), reader))
@@ -283,7 +284,7 @@ def write_adapter_card(
     facts = source.published
     base = facts.lora_base
     where = repository or (model_card.BESIDE if comfy else model_card.HERE)
-    networks = [Expert(name) for name in facts.bases or source.experts]
+    networks = [Expert(name) for name in facts.bases or source.facts.experts]
     calls = loading_lines([f'"{where}", weight_name="{file}"' for file in files], networks)
     text = CARD.format(
         base=base,

@@ -64,7 +64,7 @@ class OriginalFormat(ExportFormat):
     DTYPES = (*ExportFormat.DTYPES, "float8_e4m3fn")
 
     def write(self, source: Source, output: Path) -> list[Path]:
-        files = {name: per_expert(output, source.experts, name) for name in source.experts}
+        files = {name: per_expert(output, source.facts.experts, name) for name in source.facts.experts}
         card = check_files(output, list(files.values()))
         for line in unlike_published(source.facts.config):
             print(f"note: {line}", file=sys.stderr)
@@ -116,7 +116,7 @@ def write_original_card(
     call, load = (OPENED_RENAMED, "\nfrom safetensors.torch import load_file") if both_ends else (OPENED, "")
     calls = "\n".join(
         call.format(expert=expert, file=file, **where)
-        for expert, file in zip(source.experts, files, strict=True)
+        for expert, file in zip(source.facts.experts, files, strict=True)
     )
     nodes = comfy_nodes(facts, "Load Diffusion Model")
     text = CARD.format(made=student_sentence(facts), names=joined(files), nodes=nodes)
