@@ -57,11 +57,6 @@ class Candidate:
         if self.named_teacher:
             return self.named_teacher
         name = self.facts.teacher_path
-        if not self.where.is_file():
-            raise ConfigError(
-                f"{self.name}: no {FACTS} in it. Give a folder that `wandistiller export` or `train` "
-                "wrote; of any other Wan pipeline say with --teacher_path what to compare it with."
-            )
         if not name:
             remedy = "Say with --teacher_path what to compare it with; for `sample`, with --model."
             raise ConfigError(f"{self.where}: `teacher_path` is missing. {remedy}")

@@ -135,7 +135,7 @@ def write_file(
     description: str,
     facts: Facts,
     together: ExitStack,
-) -> Path:
+) -> None:
     """Write one safetensors file with the metadata that loaders and model managers read.
 
     Args:
@@ -155,7 +155,6 @@ def write_file(
     temporary = together.enter_context(atomic(file))
     save_file(tensors, temporary, metadata)
     flush(temporary)  # so that the last file is not far behind the first
-    return file
 
 
 @dataclass(frozen=True, kw_only=True)
