@@ -41,8 +41,7 @@ FEW_STEPS = """
 It samples in {steps} step{plural}, {sampler} from the noise level{plural} {levels}: keep their \
 number, shift and scheduler."""
 FIXED_STEPS = """ It is trained for no other number, and diffusers would take wrong noise levels."""
-FEWER_STEPS = """ `wandistiller sample --steps N` can draw in fewer, of which diffusers would take wrong \
-noise levels."""
+FEWER_STEPS = """ For fewer use `wandistiller sample --steps N`: diffusers would take wrong noise levels."""
 GLOBAL_NOISE = """
 Between steps diffusers takes noise from torch's own generator: for the same picture again call
 `torch.manual_seed` too, with another seed than a `generator` has, or that noise is the first once more."""
