@@ -12,7 +12,7 @@ from ranks import environment
 
 from wandistiller.data.dataset import PromptItem
 from wandistiller.data.media import Size
-from wandistiller.data.media_cache import Sample
+from wandistiller.data.tensor_cache import Sample
 from wandistiller.evaluation.draw_samples import Sampling, draw, open_pipeline
 from wandistiller.tiny import shapes
 from wandistiller.wan.pipeline import open_wan

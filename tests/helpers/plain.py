@@ -11,7 +11,7 @@ from recipes import ADAM
 
 from wandistiller.batch import STUDENT, Conditioning, State
 from wandistiller.config.job import Job
-from wandistiller.data.micro_batches import MicroBatches
+from wandistiller.data.cached_dataset import MicroBatches
 from wandistiller.engine.batch_size import BatchSize
 from wandistiller.experts import Expert
 from wandistiller.objectives.dmd2 import CRITIC, drawn

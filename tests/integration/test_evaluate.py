@@ -208,7 +208,7 @@ def test_nothing_of_an_earlier_evaluation_lies_beside_a_later_one(wan1: Path, tm
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
-def test_several_numbers_of_steps_make_a_table_a_picture_and_a_chart(tmp_path: Path) -> None:
+def test_several_numbers_of_steps_make_a_table_and_a_picture(tmp_path: Path) -> None:
     words = ["--student", "tiny", "--teacher_path", "tiny", "--guidance_scale", "1", "--num_prompts", "4"]
     result = evaluate(read(*words, "--steps", "1", "2", "--output", tmp_path))
     assert result["steps"] == result["teacher_steps"] == 40  # each in its own, and in the given ones
@@ -220,7 +220,6 @@ def test_several_numbers_of_steps_make_a_table_a_picture_and_a_chart(tmp_path: P
     table = (tmp_path / "evaluation.md").read_text()
     rows = re.findall(r"^\| (teacher, \d+|student, \d+) ", table, re.MULTILINE)
     assert rows == [f"{side}, {n}" for side in ("teacher", "student") for n in (1, 2, 40)]
-    assert (tmp_path / "evaluation_steps.svg").read_text().startswith("<?xml")
     tiles = Image.open(tmp_path / "evaluation.png").height
     assert tiles > 4 * 128  # the teacher, and the student in 40, 2 and 1 steps
 

@@ -27,7 +27,7 @@ from wandistiller.checkpoint.facts import Facts
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.data.media import MediaReader, Size
-from wandistiller.evaluation.items import image_problems, read_items
+from wandistiller.evaluation.candidates import image_problems, read_items
 from wandistiller.experts import Expert
 from wandistiller.network.sampling import denoise, few_steps
 from wandistiller.teacher.base import LocalTeacher

@@ -198,7 +198,8 @@ def test_the_rank_is_the_least_that_keeps_the_energy_and_what_is_in_no_linear_la
     with torch.no_grad():
         found = {energy: extract(LAYERS, model.named_parameters(), energy, most=8) for energy in energies}
     assert {energy: f.adapter.rank for energy, f in found.items()} == {0.5: 1, 0.6: 1, 0.7: 2, 1.0: 2}
-    assert found[0.5].kept == pytest.approx(20 / 30) and found[1.0].kept == 1.0 and found[1.0].outside == 0.0
+    assert found[0.5].share == pytest.approx(20 / 30) and found[1.0].share == 1.0
+    assert found[1.0].outside == 0.0
     whole = found[1.0].adapter.state
     assert torch.allclose(whole["first.lora_B.weight"] @ whole["first.lora_A.weight"], model.first.weight)
     model = Two(torch.diag(torch.tensor([3.0, 0.0])), torch.zeros(2, 2))

@@ -16,9 +16,8 @@ from wandistiller.config.recipe import recipe_of
 from wandistiller.config.stages import read_jobs
 from wandistiller.experts import Expert
 from wandistiller.network.sampling import few_steps
-from wandistiller.planner.machine import this_machine
+from wandistiller.planner.machine import most, this_machine
 from wandistiller.planner.peak_memory import plan
-from wandistiller.planner.phase_peak import most
 
 HIGH, LOW = Expert
 DMD2 = {"name": "dmd2", "steps": 4, "critic_updates": 1, "critic_lr": 2e-3}
@@ -103,7 +102,7 @@ def test_a_plan_counts_one_expert_of_each_role_and_the_finished_one(folder: Path
     del given["max_steps"], given["student_config"]
     jobs = read_jobs(recipe_of(given, {}), 1)
     phases = [plan(job, this_machine(folder))["train"] for job in jobs]
-    assert "student's finished expert" in phases[2].kept and "student's finished expert" not in phases[1].kept
-    teachers = [phase.kept["teacher's weights"].host for phase in phases]
+    assert ["student's finished expert" in phases[n].lasting for n in (1, 2)] == [False, True]
+    teachers = [phase.lasting["teacher's weights"].host for phase in phases]
     assert teachers[1] == teachers[2] < teachers[0]
     assert all(most(plan(job, this_machine(folder))).host > 0 for job in jobs)

@@ -16,7 +16,7 @@ from styles import style
 
 from wandistiller.data.dataset import PromptItem
 from wandistiller.data.media import Size
-from wandistiller.data.media_cache import Sample
+from wandistiller.data.tensor_cache import Sample
 from wandistiller.evaluation.draw_samples import Sampling, draw
 from wandistiller.wan.pipeline import open_wan
 

@@ -12,11 +12,10 @@ from wandistiller.distributed.sequence_parallel import ALONE, Ranks, division_pr
 from wandistiller.engine.ds_config import load
 from wandistiller.engine.preflight import config_problems
 from wandistiller.evaluation import draw_samples
-from wandistiller.evaluation.candidates import read_candidate
+from wandistiller.evaluation.candidates import image_problems, read_candidate, read_items
 from wandistiller.evaluation.clip import clip_problems
 from wandistiller.evaluation.draw_samples import Sampling, size_problems
 from wandistiller.evaluation.evaluator import Evaluation, Evaluator
-from wandistiller.evaluation.items import image_problems, read_items
 from wandistiller.evaluation.report import summary, write
 from wandistiller.monitoring.headline import Evaluated
 from wandistiller.network.folder import Folder

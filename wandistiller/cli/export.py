@@ -7,7 +7,7 @@ import torch
 from wandistiller.cli.flags import ExportFlags
 from wandistiller.distributed import collectives
 from wandistiller.export import hub
-from wandistiller.export.formats.base import formats
+from wandistiller.export.output import formats
 from wandistiller.export.source import read_source, read_whole_model, require_no_whole_model
 from wandistiller.utils.errors import ConfigError, inside_problems, problem
 from wandistiller.utils.files import TINY

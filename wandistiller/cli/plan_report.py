@@ -5,10 +5,9 @@ from collections.abc import Iterable
 from wandistiller.config.job import Job
 from wandistiller.config.summary import precision_lines, summary
 from wandistiller.planner.disk import DiskUse, disk_demands, written
-from wandistiller.planner.machine import Demand, Machine, demands
+from wandistiller.planner.machine import Demand, Machine, PhasePeak, demands, moments, most
 from wandistiller.planner.passes import base_sweeps
 from wandistiller.planner.peak_memory import activations, plan
-from wandistiller.planner.phase_peak import PhasePeak, moments, most
 from wandistiller.planner.teacher_memory import teacher_bytes
 from wandistiller.planner.time import PEAKS, SHARE, Times, passes
 from wandistiller.utils.system_memory import GIB

@@ -6,8 +6,14 @@ from wandistiller.data.media import Size
 from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence_parallel import Ranks, division_problems
 from wandistiller.evaluation import draw_samples
-from wandistiller.evaluation.candidates import Candidate, read_candidate
-from wandistiller.evaluation.items import frame_problems, image_problems, read_items, reader_of
+from wandistiller.evaluation.candidates import (
+    Candidate,
+    frame_problems,
+    image_problems,
+    read_candidate,
+    read_items,
+    reader_of,
+)
 from wandistiller.utils.errors import ConfigError, collecting, folder_problems, inside_problems
 
 
@@ -45,7 +51,7 @@ def read_sampling(flags: SampleFlags) -> tuple[Candidate, list[PromptItem], draw
             negative_prompt=flags.negative_prompt,
         )
         problems += draw_samples.sampling_problems(folder, settings)
-        problems += image_problems(folder, items, given=bool(flags.image)) if items else []
+        problems += image_problems(folder, items, by_flag=bool(flags.image)) if items else []
         size = settings.height, settings.width, settings.num_frames
         heads = {"The pipeline": folder.config.num_attention_heads}
         patches = {size: folder.tokens(*size)}

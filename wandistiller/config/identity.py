@@ -13,7 +13,7 @@ from wandistiller.config.job import Job
 from wandistiller.config.run_config import JSON_FILES, ONLY_FLAGS
 from wandistiller.config.start import Start, read_start, start_after
 from wandistiller.data.colours import WHITE
-from wandistiller.data.dataset import GIVEN, MediaType
+from wandistiller.data.dataset import WITH_IMAGES, MediaType
 from wandistiller.data.media import LETTERBOX, RECORD, replaced_media
 from wandistiller.distributed import collectives
 from wandistiller.experts import Expert
@@ -22,7 +22,7 @@ from wandistiller.teacher.teacher_json import quantized_facts
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import digest, ends_of_files, fingerprint, read_json, write_json
 
-STILLS = (MediaType.IMAGE, *GIVEN)
+STILLS = (MediaType.IMAGE, *WITH_IMAGES)
 
 
 def recorded(job: Job) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from wandistiller.config.job import Job
 from wandistiller.config.recipe import ENGINE, STUDENT, TEACHER
 from wandistiller.config.run_config import AUTO, DEFAULT_ENGINE, DEFAULT_TEACHER, ZERO, AutoOf, RunConfig
 from wandistiller.config.start import Start, read_start
-from wandistiller.data.dataset import GIVEN, PromptDataset, read_dataset
+from wandistiller.data.dataset import WITH_IMAGES, PromptDataset, read_dataset
 from wandistiller.data.lines import clean
 from wandistiller.engine.ds_config import load, shipped_json, student_engine
 from wandistiller.engine.ds_json import DeepSpeedJson
@@ -131,7 +131,7 @@ def _read_data(run: RunConfig, folder: Folder | None) -> tuple[Folder | None, Pr
     """
     may_begin = folder and (folder.config.takes_image or folder.expands_time and run.num_frames > 1)
     items = read_dataset(run.data_path, thumbnails=run.num_frames == 1, first_frames=bool(may_begin))
-    if may_begin and (folder.config.takes_image or items.first(*GIVEN)):
+    if may_begin and (folder.config.takes_image or items.first(*WITH_IMAGES)):
         return folder.with_first_frames(), items
     return folder, items
 

@@ -5,16 +5,16 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
 
 from wandistiller.data.lines import VIDEOS
 from wandistiller.data.media import ORIENTATION, UNREADABLE, WIDEST, media_frames, opened
+from wandistiller.data.tensor_cache import Measured
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.round_robin import own_batches
-from wandistiller.utils.files import atomic, file_fingerprint
+from wandistiller.utils.files import file_fingerprint
 
 
 def make_buckets(height: int, width: int, multiple: tuple[int, int]) -> list[tuple[int, int]]:
@@ -55,35 +55,26 @@ def media_dimensions(path_of: Callable[[int], Path], number: int, table: Path) -
     Args:
         table: a file that stores them by the media's fingerprints, whatever the data's order.
     """
-    stamps, known = _read_table(table)
-    own = own_batches(range(number))
-    own_stamps = np.array([int(file_fingerprint(path_of(i)), 16) for i in own], np.uint64)
-    own_known, new = np.zeros((len(own), 2), np.int32), ~np.isin(own_stamps, stamps)
-    own_known[~new] = known[np.searchsorted(stamps, own_stamps[~new])]
+    store, name = Measured(table.parent), table.stem
+    columns = {key: column.numpy() for key, column in store.read(name).items()}
+    stamps = columns.get("stamp", np.zeros(0, np.uint64))
+    known = columns.get("size", np.zeros((0, 2), np.int32))
+    numbers = own_batches(range(number))
+    own_stamps = np.array([int(file_fingerprint(path_of(i)), 16) for i in numbers], np.uint64)
+    own_sizes, new = np.zeros((len(numbers), 2), np.int32), ~np.isin(own_stamps, stamps)
+    own_sizes[~new] = known[np.searchsorted(stamps, own_stamps[~new])]
     progress = Progress("sizes of media", int(new.sum()), "file")
     for row in np.flatnonzero(new):
-        own_known[row] = _dimensions(path_of(own[row]))
-        progress.advance()
-    parts_stamps, parts = zip(*collectives.gather_objects((own_stamps, own_known)), strict=True)
+        own_sizes[row] = progress.counting(_dimensions)(path_of(numbers[row]))
+    parts_stamps, parts = zip(*collectives.gather_objects((own_stamps, own_sizes)), strict=True)
     dimensions_N2 = np.zeros((number, 2), np.int32)
     for rank, part in enumerate(parts):
         dimensions_N2[rank :: collectives.world_size()] = part
     stamps, first = np.unique(np.concatenate([stamps, *parts_stamps]), return_index=True)
     if collectives.rank() == 0 and len(stamps) > len(known):
-        with atomic(table) as temporary:
-            save_file({"stamp": stamps, "size": np.concatenate([known, *parts])[first]}, temporary)
+        columns = {"stamp": stamps, "size": np.concatenate([known, *parts])[first]}
+        store.write(name, {key: torch.from_numpy(column) for key, column in columns.items()})
     return dimensions_N2
-
-
-def _read_table(table: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Read the sorted fingerprints and the dimensions in the table; empty if its file is damaged."""
-    try:
-        columns = load_file(table) if table.is_file() else {}
-        if columns and len(columns["stamp"]) == len(columns["size"]):
-            return columns["stamp"], columns["size"]
-    except (SafetensorError, OSError, ValueError, LookupError) as error:
-        collectives.log0("cache     %s is damaged and made anew: %s", table, error)
-    return np.zeros(0, np.uint64), np.zeros((0, 2), np.int32)
 
 
 def _dimensions(path: Path) -> tuple[int, int]:

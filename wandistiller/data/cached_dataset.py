@@ -1,19 +1,22 @@
-"""The run's samples: their numbers, the order of training, and their cached latents and text."""
+"""The run's samples: their numbers, the order of training, cached latents and text, and training batches."""
 
 from collections.abc import Iterable
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from wandistiller.batch import Conditioning, to_device
+from wandistiller.batch import Batch, Conditioning, State, to_device
 from wandistiller.data.conditions import ConditionKey, Conditions
 from wandistiller.data.dataset import PromptDataset, PromptItem
 from wandistiller.data.latent_cache import LatentCache
 from wandistiller.data.media import Size
-from wandistiller.data.media_cache import Sample
 from wandistiller.data.sample_order import Permutation, SampleOrder
-from wandistiller.data.tensor_cache import Measured
+from wandistiller.data.tensor_cache import Measured, Sample
+from wandistiller.distributed.sequence_parallel import ALONE, Ranks
+from wandistiller.engine.batch_size import BatchSize
+from wandistiller.flow import FlowSchedule
 from wandistiller.utils.errors import ConfigError
 
 
@@ -155,15 +158,13 @@ class CachedData:
 
     def conditioning(self, sample_index_B: list[int]) -> Conditioning:
         """Return the conditioning of sample indices; text is zero-padded to the longest."""
-        return self._conditioning([self._keys_at(i)[1] for i in sample_index_B])
-
-    def _conditioning(self, keys: list[ConditionKey]) -> Conditioning:
-        return self._conditions.batch(keys).map(self._moved)
+        return self._conditions.batch([self._keys_at(i)[1] for i in sample_index_B]).map(self._moved)
 
     def examples(self, number_B: list[int]) -> tuple[Tensor, Conditioning]:
         """Return x0 and conditioning to calibrate with: shuffled samples of the most common size, wrapped."""
         keys = [self._keys[self._common[n % len(self._common)]] for n in number_B]
-        return self._x0([latent for latent, _ in keys]), self._conditioning([key for _, key in keys])
+        conditioning = self._conditions.batch([key for _, key in keys]).map(self._moved)
+        return self._x0([latent for latent, _ in keys]), conditioning
 
     def _x0(self, keys: list[str]) -> Tensor:
         return self._moved(torch.stack([self._latents[key] for key in keys]))
@@ -188,3 +189,53 @@ class CachedData:
     def x0_of(self, items: list[PromptItem], size: Size) -> Tensor:
         """Return x0_BCFHW of the teacher's first rollout of each item."""
         return self._x0([self._latents.key(Sample(item, size)) for item in items])
+
+
+class MicroBatches:
+    """Training data of this rank by update and micro-step: a function of the seed, with nothing to resume.
+
+    Updates are counted from 0 over the whole run. A step has one of the student, and those of other roles.
+    """
+
+    def __init__(
+        self,
+        data: CachedData,
+        schedule: FlowSchedule,
+        size: BatchSize,
+        latent: tuple[int, ...] = (),
+        ranks: Ranks = ALONE,
+    ):
+        """Serve `data`; `latent` is the shape CFHW of samples that are drawn without data."""
+        self._data, self.schedule, self._size, self.latent = data, schedule, size, latent
+        self._ranks = ranks
+
+    def noised(self, update: int, micro: int) -> Batch:
+        """Return cached latents with noise added, all of one expert, which is equal on all ranks."""
+        index_B = self.indices(update, micro)
+        return self.schedule.noised(self._data.x0(index_B), self._data.conditioning(index_B), index_B, update)
+
+    def noised_as(self, like: State, update: int, micro: int) -> Batch:
+        """Return cached latents of the same prompts at the noise levels of `like`."""
+        index_B = self.indices(update, micro)
+        return self.schedule.noised_as(like, self._data.x0(index_B), index_B, update)
+
+    def on_path(self, update: int, micro: int) -> Batch:
+        index_B = self.indices(update, micro)
+        states, conditioning = partial(self._data.states, index_B), self._data.conditioning(index_B)
+        return self.schedule.on_path(self._data.levels(index_B), states, conditioning, index_B, update)
+
+    def conditioning(self, update: int, micro: int) -> Conditioning:
+        """Return the conditioning alone, for samples that are drawn without data."""
+        return self._data.conditioning(self.indices(update, micro))
+
+    def indices(self, update: int, micro: int) -> list[int]:
+        """Return this rank's global sample indices: consecutive, divided by micro-step and then by rank.
+
+        Ranks that share a sequence have the same.
+        """
+        size, ranks = self._size, self._ranks
+        first = update * size.total + (micro * ranks.replicas + ranks.replica) * size.micro
+        return list(range(first, first + size.micro))
+
+    def items(self, update: int, micro: int) -> list[PromptItem]:
+        return [self._data.item_at(index) for index in self.indices(update, micro)]

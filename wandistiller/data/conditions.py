@@ -16,8 +16,7 @@ from wandistiller.batch import Conditioning
 from wandistiller.data.dataset import PromptItem
 from wandistiller.data.lines import clean
 from wandistiller.data.media import MediaError, MediaReader
-from wandistiller.data.media_cache import Encode, MediaCache, Sample
-from wandistiller.data.tensor_cache import TensorCache
+from wandistiller.data.tensor_cache import Encode, MediaCache, Sample, TensorCache
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import memory_size
 from wandistiller.distributed.progress import Progress
@@ -142,7 +141,7 @@ class Conditions:
         """Encode the given frames of samples. Collective.
 
         Returns:
-            File and reason of each sample that cannot be used, by its key of frames; equal on all ranks.
+            Problem of each sample that cannot be used, by its key of frames; equal on all ranks.
         """
         if not self._folder.config.takes_image:
             return {}
@@ -178,10 +177,10 @@ def given_frames(folder: Folder, reader: MediaReader, sample: Sample) -> Tensor:
     """
     if images := sample.item.images:
         return torch.cat([_read_image(image, reader, sample) for image in images], dim=1)
-    places, size = folder.config.given_places, sample.size
-    if places == [0] and not sample.clip:  # the others may be missing
+    numbers, size = folder.config.given_places, sample.size
+    if numbers == [0] and not sample.clip:  # the others may be missing
         size = replace(size, num_frames=1)
-    return reader.read(sample.item.media, size, sample.clip)[:, places]
+    return reader.read(sample.item.media, size, sample.clip)[:, numbers]
 
 
 def _read_image(image: Path, reader: MediaReader, sample: Sample) -> Tensor:
@@ -198,17 +197,17 @@ def given_problems(folder: Folder, items: list[PromptItem]) -> list[str]:
     """List the problem of the first item whose images are not those of the frames that a Wan is given."""
     if without := next((item.prompt for item in items if not item.begins_with), None):
         remedy = "Give rows with `image` or `video`, a file beside each .txt, or for `sample` --image."
-        found = f"begin with a given image, but {json.dumps(without)} has none. {remedy}"
-        return [f"{folder.name} makes clips that {found}"]
+        none = f"{json.dumps(without)} has none. {remedy}"
+        return [f"{folder.name} makes clips that begin with a given image, but {none}"]
     takes_both = len(folder.config.given_places) == 2
     wrong = next((item for item in items if item.image and takes_both != bool(item.last_image)), None)
     if not wrong:
         return []
-    given, found = "first frame alone", f"{wrong.last_image} is a last one. Leave `last_image` out."
     if takes_both:
-        remedy = "Write `last_image` too, or `video`, which has both."
-        given, found = "first and the last frame", f"{wrong.image} is one image. {remedy}"
-    return [f"{folder.name} is given the {given}, but {found}"]
+        remedy = f"{wrong.image} is one image. Write `last_image` too, or `video`, which has both."
+        return [f"{folder.name} is given the first and the last frame, but {remedy}"]
+    remedy = f"{wrong.last_image} is a last one. Leave `last_image` out."
+    return [f"{folder.name} is given the first frame alone, but {remedy}"]
 
 
 def still(folder: Folder, reader: MediaReader, sample: Sample) -> Tensor:

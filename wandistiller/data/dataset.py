@@ -43,9 +43,9 @@ class MediaType(IntEnum):
     """The same with the image that it ends with."""
 
 
-GIVEN = (MediaType.FIRST_FRAME, MediaType.BOTH_ENDS)
+WITH_IMAGES = (MediaType.FIRST_FRAME, MediaType.BOTH_ENDS)
 """Types of items with images that a clip begins, and may end, with."""
-MADE = (MediaType.PROMPT, *GIVEN)
+MADE = (MediaType.PROMPT, *WITH_IMAGES)
 """Types of items whose latents the teacher makes."""
 
 
@@ -60,7 +60,7 @@ class PromptItem:
     """The image that a clip begins with, which the teacher makes."""
     last_image: Path | None = None
     """The one that it ends with."""
-    places: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
     """Paths of its images in the data, where rows of this prompt have images of these names elsewhere."""
 
     @property
@@ -71,7 +71,7 @@ class PromptItem:
     @property
     def key(self) -> tuple[str, ...]:
         """Key of random numbers: the prompt and the names of the given images, with folders if need be."""
-        return self.prompt, *(self.places or (image.name for image in self.images))
+        return self.prompt, *(self.paths or (image.name for image in self.images))
 
     @property
     def begins_with(self) -> Path | None:
@@ -167,8 +167,8 @@ def read_dataset(data_path: str, *, thumbnails: bool = True, first_frames: bool 
     else:
         index.add_lines(path.name)
     if index.problems:
-        more = index.wrong - len(index.problems)
-        raise ConfigError(*index.problems, *([f"{data_path}: {more} more are wrong."] if more else []))
+        others = index.wrong - len(index.problems)
+        raise ConfigError(*index.problems, *([f"{data_path}: {others} more are wrong."] if others else []))
     if not index.hashes:
         known = f"an ending that is not known. Known ones: {', '.join(sorted(lines.MEDIA))}."
         none = f"{data_path}: no prompt in it. Write one prompt a line{lines.tables_in(path)}."
@@ -206,11 +206,10 @@ class _Index:
         )
 
     def _item(self, row: int, prompt: str, *media: Path) -> PromptItem:
-        if self.kinds[row] not in GIVEN:
+        if self.kinds[row] not in WITH_IMAGES:
             return PromptItem(prompt, *media[:1])
-        places = media if self._named[row] in self._shared else ()
-        inside = (os.path.relpath(image, self._root) for image in places)
-        return PromptItem(prompt, None, *media, places=tuple(inside))
+        paths = (os.path.relpath(image, self._root) for image in media if self._named[row] in self._shared)
+        return PromptItem(prompt, None, *media, paths=tuple(paths))
 
     @cached_property
     def _shared(self) -> set[int]:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from wandistiller.batch import Conditioning, State
 from wandistiller.data.media import MediaReader
-from wandistiller.data.media_cache import Encode, MediaCache, Sample, of_one_size
-from wandistiller.data.tensor_cache import TensorCache
+from wandistiller.data.tensor_cache import Encode, MediaCache, Sample, TensorCache, of_one_size
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.round_robin import number_of_rounds, round_robin
@@ -26,8 +25,6 @@ from wandistiller.utils.keyed_random import keyed_normal
 
 Velocity = Callable[[State], Tensor]
 """The teacher's v_BCFHW."""
-ConditioningOf = Callable[[list[Sample]], Conditioning]
-"""The conditioning of samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +96,7 @@ class LatentCache:
         return self._made.read(key, "x0" if is_last else f"state {number}")[0]
 
     def fill_media(self, samples: dict[str, Sample]) -> dict[str, Problem]:
-        """Encode images and videos, given by key. Collective.
-
-        Returns:
-            File and reason of each sample that cannot be used, by key; equal on all ranks, and stored, unless
-            the next run may be able to read it.
-        """
+        """Encode images and videos, given by key; return as `MediaCache.fill` does. Collective."""
 
         def encoder() -> Encode:
             vae = self._folder.load_vae(self.device)
@@ -125,7 +117,7 @@ class LatentCache:
         self,
         samples: dict[str, Sample],
         velocity: Velocity,
-        conditioning: ConditioningOf,
+        conditioning: Callable[[list[Sample]], Conditioning],
         ranks: Ranks = ALONE,
     ) -> None:
         """Roll the teacher out. Collective: every rank makes the same number of teacher calls."""
@@ -134,8 +126,9 @@ class LatentCache:
         name, calls = "latents from the teacher", number_of_rounds(files, ranks) * self._rollouts.steps
         progress = Progress(name, calls, "call")
         for _, keys, counts in round_robin(files, ranks):
-            own = [samples[key] for key in keys]
-            tensors = self._roll_out(own, progress.counting(velocity), conditioning(own).to(self.device))
+            together = [samples[key] for key in keys]
+            texts = conditioning(together).to(self.device)
+            tensors = self._roll_out(together, progress.counting(velocity), texts)
             if counts:
                 about = {key: samples[key].item.prompt for key in keys}
                 self._made.write(dict(zip(keys, tensors, strict=True)), about)

@@ -193,8 +193,8 @@ def _item(row: list[tuple[str, Any]], without_prompt: str) -> Item:
     if wrong := [key for key, name in media + last if not isinstance(name, str)]:
         raise ValueError(f"`{wrong[0]}` is no text. Write the name of one file.")
     if len(media) > 1:
-        (one, first), (other, second), *_ = media
-        raise ValueError(f"two media: `{one}` is {first}, `{other}` is {second}. Keep one of them.")
+        first, second = (f"`{column}` is {name}" for column, name in media[:2])
+        raise ValueError(f"two media: {first}, {second}. Keep one of them.")
     others = [(key, text) for key, value in row if key not in USED_COLUMNS for text in _texts(value)]
     if last and not media:
         raise ValueError(f"`{LAST_IMAGE}` is {last[0][1]}, and there is no first one. Write `image` too.")
@@ -223,7 +223,7 @@ def is_video(name: str) -> bool:
 def _texts(value: Any) -> list[str]:
     if isinstance(value, list | dict):
         inner = value.values() if isinstance(value, dict) else value
-        return [text for one in inner for text in _texts(one)]
+        return [text for element in inner for text in _texts(element)]
     return [value] if isinstance(value, str) else []
 
 
@@ -247,8 +247,8 @@ LINES = {".txt": TextLines(), ".jsonl": JsonLines()}
 def beside(media: Path) -> Path:
     """Return the .txt of a medium; its ending may be in capitals, its name in another normal form."""
     names = (media.with_suffix(ending) for ending in (".txt", ".TXT", ".Txt"))
-    found = (path for name in names if (path := in_any_form(name)).is_file())
-    return next(found, media.with_suffix(".txt"))
+    files = (path for name in names if (path := in_any_form(name)).is_file())
+    return next(files, media.with_suffix(".txt"))
 
 
 def in_any_form(path: Path) -> Path:
@@ -258,13 +258,13 @@ def in_any_form(path: Path) -> Path:
     """
     if str(path).isascii() or path.exists():
         return path
-    found = Path(path.anchor)
+    folder = Path(path.anchor)
     for part in path.parts[bool(path.anchor) :]:  # each folder may be of another system
-        forms = (found / unicodedata.normalize(form, part) for form in ("NFC", "NFD"))
-        found = next((form for form in (found / part, *forms) if form.exists()), None)
-        if found is None:
+        forms = (part, *(unicodedata.normalize(form, part) for form in ("NFC", "NFD")))
+        folder = next((folder / form for form in forms if (folder / form).exists()), None)
+        if folder is None:
             return path
-    return found
+    return folder
 
 
 def caption(media: Path) -> str:

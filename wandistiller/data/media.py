@@ -253,10 +253,10 @@ def record_media(file: Path, data_path: str, media: Iterable[Path]) -> None:
     """Write the record of a run's media; those with the recorded fingerprint are not read. Collective."""
     known = collectives.broadcast_object(_recorded(file) if collectives.rank() == 0 else {})
     names = {os.path.relpath(path, _root(data_path)): path for path in media}
-    own = {name: _entry(names[name], known.get(name)) for name in own_batches(sorted(names))}
-    entries = {name: entry for part in collectives.gather_objects(own) for name, entry in part.items()}
+    part = {name: _entry(names[name], known.get(name)) for name in own_batches(sorted(names))}
+    entries = {name: entry for p in collectives.gather_objects(part) for name, entry in p.items() if entry}
     if collectives.rank() == 0:
-        files.write_json(file, {name: entry for name, entry in entries.items() if entry})
+        files.write_json(file, entries)
 
 
 def replaced_media(file: Path, data_path: str) -> list[str]:

@@ -1,9 +1,10 @@
-"""Tensors on disk, so that a run that needs the same does not compute them again."""
+"""Tensors on disk, so that a run that needs the same does not compute them again; tensors made of media."""
 
 import hashlib
 import zlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from socket import gethostname
 from uuid import uuid4
@@ -14,9 +15,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from wandistiller.batch import Batch
+from wandistiller.data.dataset import PromptItem
+from wandistiller.data.media import MediaError, Size
 from wandistiller.distributed import collectives
-from wandistiller.utils.errors import ConfigError, StorageError
-from wandistiller.utils.files import atomic, digest
+from wandistiller.distributed.progress import Progress
+from wandistiller.distributed.round_robin import batched, own_batches, until_stopped
+from wandistiller.utils.errors import ConfigError, Problem, StorageError
+from wandistiller.utils.files import atomic, digest, read_json, write_json
 
 BROKEN = (SafetensorError, OSError, ValueError)
 """Exceptions of safetensors for a file that is damaged or of another format."""
@@ -117,18 +122,15 @@ class TensorCache:
             with safe_open(file, "pt") as opened:
                 sums = opened.metadata() or {}
                 tensors = {name: opened.get_tensor(f"{key}.{name}") for name in names}
+            for name, tensor in tensors.items():
+                checksum = _checksum(tensor)
+                if sums.get(f"crc32 {key}.{name}", checksum) != checksum:
+                    raise ValueError(f"`{key}.{name}` does not have the checksum in the file's header")
         except BROKEN as error:
             raise StorageError(
                 f"{file}: damaged or removed while in use: {error}. Remove it if it is there and start "
                 "again; its tensors are made anew."
             ) from None
-        for name, tensor in tensors.items():
-            checksum = _checksum(tensor)
-            if sums.get(f"crc32 {key}.{name}", checksum) != checksum:
-                raise StorageError(
-                    f"{file}: `{key}.{name}` does not have the checksum in the file's header. Remove the "
-                    "file and start again; its tensors are made anew."
-                )
         return list(tensors.values())
 
 
@@ -156,6 +158,105 @@ def _checksum(tensor: Tensor) -> str:
     return f"{zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy(), zlib.crc32(about)):08x}"
 
 
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A training sample: an item at a size. Without media of its own, one of the teacher's rollouts."""
+
+    item: PromptItem
+    size: Size
+    rollout_index: int = 0
+    clip: int = 0
+    """Number of the clip, of a video."""
+
+
+Encode = Callable[[Sample], dict[str, Tensor]]
+"""Returns the tensors of a sample by name. Raises MediaError with the reason if its medium cannot be used."""
+
+
+def of_one_size(keys: list[str], samples: dict[str, Sample], number: int) -> list[list[str]]:
+    """Split keys into lists of at most that many, each of samples of one size."""
+    by_size: dict[Size, list[str]] = {}
+    for key in keys:
+        by_size.setdefault(samples[key].size, []).append(key)
+    return [part for of_size in by_size.values() for part in batched(of_size, number)]
+
+
+class MediaCache(TensorCache):
+    """Tensors of samples with media, under keys that the owner makes."""
+
+    def __init__(self, folder: Path, unusable: Path, samples_per_file: int):
+        """Name the cache's folder, and the file of the reasons why media cannot be used."""
+        super().__init__(folder)
+        self._unusable, self._samples_per_file = unusable, samples_per_file
+
+    def fill(
+        self,
+        samples: dict[str, Sample],
+        source: Callable[[Sample], Path],
+        encoder: Callable[[], Encode],
+        name: str,
+    ) -> dict[str, Problem]:
+        """Encode the media of samples, given by key, that are missing. Collective.
+
+        Args:
+            source: the medium of a sample.
+            encoder: loads what encodes; called only where there is work.
+            name: of the progress.
+
+        Returns:
+            Problem of each sample that cannot be used, by key; equal on all ranks, and stored, unless the
+            next run may be able to read it.
+        """
+        known = collectives.broadcast_object(self._known_unusable() if collectives.rank() == 0 else {})
+        missing = self.missing_keys(key for key in samples if key not in known)
+        files = own_batches(of_one_size(missing, samples, self._samples_per_file))
+        reasons: dict[str, tuple[str, bool]] = {}
+        with collectives.raise_on_all_ranks():
+            if files:
+                encode, progress = encoder(), Progress(name, sum(map(len, files)), "sample")
+                for keys in until_stopped(files):
+                    reasons |= self._encode({key: samples[key] for key in keys}, source, encode, progress)
+        collectives.raise_if_stop_requested("while encoding media; finished ones are kept")
+        new = {key: reason for part in collectives.gather_objects(reasons) for key, reason in part.items()}
+        lasting = {key: why for key, (why, passing) in new.items() if not passing}
+        if lasting and collectives.rank() == 0:
+            write_json(self._unusable, known | lasting)
+        self.find_written(key for key in missing if key not in new)
+        unusable = known | {key: why for key, (why, _) in new.items()}
+        return {k: Problem(f"{why}.", source(samples[k])) for k, why in unusable.items() if k in samples}
+
+    def _known_unusable(self) -> dict[str, str]:
+        """Reason by key, from earlier runs; empty if that file is damaged."""
+        try:
+            return read_json(self._unusable) if self._unusable.is_file() else {}
+        except ConfigError as error:
+            collectives.log0("cache     damaged and made anew: %s", error)
+            return {}
+
+    def _encode(
+        self,
+        samples: dict[str, Sample],
+        source: Callable[[Sample], Path],
+        encode: Encode,
+        progress: Progress,
+    ) -> dict[str, tuple[str, bool]]:
+        """Write one file of samples of one size, encoded one by one, as a video alone takes gigabytes.
+
+        Returns:
+            By key, the reason why one cannot be used, and if the next run may be able to read it.
+        """
+        tensors, reasons = {}, {}
+        for key, sample in until_stopped(samples.items()):
+            try:
+                tensors[key] = encode(sample)
+            except MediaError as error:
+                reasons[key] = str(error), error.passing
+            progress.advance()
+        if tensors:
+            self.write(tensors, {key: str(source(samples[key])) for key in tensors})
+        return reasons
+
+
 class Measured:
     """Tensors by name in one folder, a file each; the folder's name covers all that they depend on."""
 
@@ -164,10 +265,10 @@ class Measured:
         self._folder = folder
 
     def of(self, name: str, measure: Callable[[], Tensor]) -> Tensor:
-        """Return rank 0's result of `measure`, kept or new, on the CPU. Collective."""
-        kept = collectives.broadcast_object(self.read(name) if collectives.rank() == 0 else None)
-        if kept:
-            return kept["result"]
+        """Return rank 0's result of `measure`, known or new, on the CPU. Collective."""
+        known = collectives.broadcast_object(self.read(name) if collectives.rank() == 0 else None)
+        if known:
+            return known["result"]
         result = collectives.broadcast_object(measure().cpu())
         if collectives.rank() == 0:
             self.write(name, {"result": result})

@@ -1,4 +1,4 @@
-"""The pipelines that are sampled and evaluated: a folder, or a run's student; LoRA files on them."""
+"""Inputs of `sample` and `evaluate`: a pipeline or a run's student, with LoRA files; the items it draws."""
 
 import os
 from collections.abc import Sequence
@@ -7,6 +7,12 @@ from functools import cached_property
 from pathlib import Path
 
 from wandistiller.checkpoint.facts import Facts
+from wandistiller.data.colours import WHITE, background_of
+from wandistiller.data.conditions import given_frames, given_problems
+from wandistiller.data.dataset import EMBEDDED, FIRST_FRAMES, PromptItem, read_dataset
+from wandistiller.data.lines import LISTS, prompt_problems
+from wandistiller.data.media import CROP, MediaError, MediaReader, Size
+from wandistiller.data.tensor_cache import Sample
 from wandistiller.experts import Expert
 from wandistiller.network.folder import Folder
 from wandistiller.utils.errors import ConfigError, Place, problem
@@ -28,7 +34,7 @@ class Candidate:
     """Of the run that made it; defaults of a pipeline of others."""
     where: Path
     """The file that has these facts, or would have them."""
-    given_teacher: str | None
+    named_teacher: str | None
     """The teacher's folder or hub id, where the user says where it is."""
 
     @property
@@ -38,8 +44,8 @@ class Candidate:
     @property
     def place(self) -> Path | None:
         """The folder beside which results are written; None: it is not on this machine."""
-        given = Path(self.name) if self.name else self.where
-        return given.parent if given.exists() else None
+        path = Path(self.name) if self.name else self.where
+        return path.parent if path.exists() else None
 
     @property
     def teacher(self) -> str:
@@ -48,14 +54,9 @@ class Candidate:
         Raises:
             ConfigError: it is not known, or not where it was.
         """
-        if self.given_teacher:
-            return self.given_teacher
+        if self.named_teacher:
+            return self.named_teacher
         name = self.facts.teacher_path
-        if not self.where.is_file():
-            raise ConfigError(
-                f"{self.name}: no {FACTS} in it. Give a folder that `wandistiller export` or `train` "
-                "wrote; of any other Wan pipeline say with --teacher_path what to compare it with."
-            )
         if not name:
             remedy = "Say with --teacher_path what to compare it with; for `sample`, with --model."
             raise ConfigError(f"{self.where}: `teacher_path` is missing. {remedy}")
@@ -95,11 +96,12 @@ class Candidate:
     def _alone(self, folder: Folder) -> Expert | None:
         """Return the only one of the teacher's two networks that a LoRA file's student uses; None: both."""
         for lora in self.added if len(folder.configs) == 2 else ():
-            made = _facts_of_lora(Path(lora.file))
-            own = not self.name or Path(self.name).name == Path(made.teacher_path).name
-            one = [Expert(base) for base in made.bases or () if own or base == Expert.LOW_NOISE.value]
-            if not lora.expert and len(made.bases or ()) == len(one) == 1:
-                return one[0]
+            made = Facts.of(facts_of(Path(lora.file)))
+            is_its_teacher = not self.name or Path(self.name).name == Path(made.teacher_path).name
+            bases = made.bases or []
+            is_clear = is_its_teacher or bases == [Expert.LOW_NOISE.value]
+            if is_clear and not lora.expert and len(bases) == 1:
+                return Expert(bases[0])
         return None
 
 
@@ -128,7 +130,7 @@ def read_candidate(
     added = added_lora.each_file(
         added_lora.read_added("command line", "lora", [{"file": f, "strength": strength} for f in loras])
     )
-    if twice := [one for number, one in enumerate(added) if one in added[:number]]:
+    if twice := [lora for number, lora in enumerate(added) if lora in added[:number]]:
         raise ConfigError(f"command line: the LoRA {twice[0].file} is given twice. Give it once.")
     if not (name or added):
         raise ConfigError("command line: no pipeline is named. Give one, or a LoRA file with --lora.")
@@ -138,7 +140,7 @@ def read_candidate(
         name = student_of(name)
         if of_run := run_problem(Path(name), name):
             raise ConfigError(of_run)
-    made = [(facts_beside(Path(one.file)), _facts_of_lora(Path(one.file))) for one in added]
+    made = [(facts_beside(file), Facts.of(facts_of(file))) for file in (Path(lora.file) for lora in added)]
     for file, facts in () if name else made:  # on its teacher, which is taken
         if facts.lora and not facts.bases:
             base = facts.lora_base or f"a student of {facts.config.num_layers} layers"
@@ -153,7 +155,7 @@ def read_candidate(
     else:
         where, facts = (of_few_steps or made)[0]
     facts = _with_places(facts, where.absolute().parents[1 if where.name == FACTS else 0])
-    return Candidate(name=name, added=added, facts=facts, where=where, given_teacher=teacher)
+    return Candidate(name=name, added=added, facts=facts, where=where, named_teacher=teacher)
 
 
 def _with_places(facts: Facts, output: Path) -> Facts:
@@ -171,6 +173,68 @@ def _with_places(facts: Facts, output: Path) -> Facts:
     )
 
 
-def _facts_of_lora(file: Path) -> Facts:
-    """Return the facts of a LoRA file, from its header or its folder; defaults of a file that others made."""
-    return Facts.of(facts_of(file))
+def read_items(
+    words: list[str], images: Sequence[str] = (), last_images: Sequence[str] = ()
+) -> list[PromptItem]:
+    """Return texts as they are, or the rows of one file, folder or embedded set.
+
+    Args:
+        images: the first frame of each clip, or of all.
+        last_images: the same of the last frame.
+    """
+    first = os.path.expanduser(words[0])  # no shell does it in `--prompts=~/x`
+    is_path = "/" in first and not any(letter.isspace() for letter in first)  # be it there or not
+    # not Path.exists, which raises OSError of a long text (Python 3.11)
+    is_path = is_path or first.lower().endswith(LISTS) or os.path.lexists(first)
+    if len(words) == 1 and (is_path or first in {*EMBEDDED, *FIRST_FRAMES}):
+        items = list(read_dataset(first, first_frames=True))
+    elif problems := prompt_problems("command line", "prompts", words):
+        raise ConfigError(*problems)
+    else:
+        items = [PromptItem(word) for word in words]
+    first = _of_each("image", images, len(items))
+    last = _of_each("last_image", last_images, len(items))
+    if any(last) and not any(first):
+        raise ConfigError(problem("command line", "last_image", last_images[0], "Give `image` too."))
+    if not any(first):
+        return items
+    if there := next((item.begins_with for item in items if item.begins_with), None):
+        remedy = f"{words[0]} has images of its own, such as {there}. Leave this out, or give prompts alone."
+        raise ConfigError(problem("command line", "image", images[0], remedy))
+    return [PromptItem(i.prompt, None, *ends) for i, *ends in zip(items, first, last, strict=True)]
+
+
+def _of_each(key: str, images: Sequence[str], number: int) -> list[Path | None]:
+    """Return the files of a flag for a number of prompts; None for each if there are none."""
+    files = [Path(os.path.expanduser(image)) for image in images]
+    if missing := [file for file in files if not file.is_file()]:
+        raise ConfigError(f"command line: `{key}`: no such file: {missing[0]}. Fix the name.")
+    if files and len(files) not in (1, number):
+        numbers = f"{len(files)} images for {number} prompts"
+        raise ConfigError(problem("command line", key, numbers, "Give one of each, or one of all."))
+    return files if len(files) == number else (files or [None]) * number
+
+
+def image_problems(folder: Folder, items: list[PromptItem], *, by_flag: bool = False) -> list[str]:
+    """List the problem of first frames that a pipeline needs, or does not take where given `by_flag`."""
+    if not folder.config.takes_image:
+        remedy = "It makes clips of text alone; leave it out."
+        return [problem(folder.name, "image", "given", remedy)] if by_flag else []
+    return given_problems(folder, items)
+
+
+def reader_of(facts: Facts, folder: Folder) -> MediaReader:
+    """Return how given frames are read: as in the run that made a model, else cropped, over white."""
+    background = background_of(facts.background) if facts.background else WHITE
+    return MediaReader(facts.video_fps or float(folder.fps), background, facts.fit or CROP)
+
+
+def frame_problems(folder: Folder, reader: MediaReader, items: list[PromptItem], size: Size) -> list[str]:
+    """List the images and videos whose given frames cannot be used, with the reasons; all are read."""
+    problems = []
+    for item in items if folder.config.takes_image else []:
+        try:
+            given_frames(folder, reader, Sample(item, size))
+        except MediaError as error:
+            problems.append(f"{item.begins_with}: {error}.")
+    return problems

@@ -20,15 +20,14 @@ from wandistiller.data.conditions import given_frames
 from wandistiller.data.dataset import PromptItem
 from wandistiller.data.lines import prompt_problems
 from wandistiller.data.media import MediaReader, Size
-from wandistiller.data.media_cache import Sample
+from wandistiller.data.tensor_cache import Sample
 from wandistiller.distributed import collectives
 from wandistiller.distributed.collectives import device
 from wandistiller.distributed.device import memory_size, on_accelerator
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.round_robin import number_of_rounds, round_robin
 from wandistiller.distributed.sequence_parallel import ALONE, SHARED, Ranks
-from wandistiller.evaluation.candidates import Candidate
-from wandistiller.evaluation.items import reader_of
+from wandistiller.evaluation.candidates import Candidate, reader_of
 from wandistiller.flow import EULER, TRAIN_TIMESTEPS
 from wandistiller.network.folder import Folder
 from wandistiller.network.sampling import few_step_scheduler, few_steps
@@ -76,8 +75,8 @@ def number_problems(where: str, settings: Mapping[str, object]) -> list[str]:
     """Problems with the numbers and the negative prompt in a pipeline's settings; None is skipped."""
     problems = impossible_values(where, settings)
     for key, least, most in RANGES:
-        given = settings.get(key)
-        for value in dict.fromkeys(given if isinstance(given, list) else [given]):
+        values = settings.get(key)
+        for value in dict.fromkeys(values if isinstance(values, list) else [values]):
             if value is not None and not math.isnan(value) and not least <= value <= most:
                 allowed = f"a positive number, at most {most}" if least else f"a number from 0 to {most}"
                 problems.append(problem(where, key, value, f"Write {allowed}."))
@@ -133,9 +132,9 @@ def set_steps(pipeline: Any, trained: Facts | None, steps: int, folder: Folder) 
     """
     if trained and (steps != trained.steps or folder.added):
         pipeline.scheduler = few_step_scheduler(trained.shift, steps, trained.sampler or EULER)
-        own = trained.boundary if trained.has_boundary else folder.boundary
-        boundary = few_steps(trained.shift, steps, None if folder.boundary is None else own).boundary
-        pipeline.register_to_config(boundary_ratio=boundary)
+        boundary = trained.boundary if trained.has_boundary else folder.boundary
+        levels = few_steps(trained.shift, steps, None if folder.boundary is None else boundary)
+        pipeline.register_to_config(boundary_ratio=levels.boundary)
 
 
 def draw(
@@ -234,8 +233,8 @@ def sample(
     size = Size(sampling.height, sampling.width, sampling.num_frames)
     progress = Progress("samples", number_of_rounds(numbers, ranks) * sampling.steps)
     for _, i, counts in round_robin(numbers, ranks):
-        one = [Sample(items[i], size)]
-        video_CFHW = draw(pipeline, folder, one, [seed + i], sampling, progress, reader)[0]
+        samples = [Sample(items[i], size)]
+        video_CFHW = draw(pipeline, folder, samples, [seed + i], sampling, progress, reader)[0]
         if counts:
             frames = [to_pil(frame_CHW) for frame_CHW in video_CFHW.unbind(1)]
             file = output / f"{i:04d}{'.png' if len(frames) == 1 else '.mp4'}"

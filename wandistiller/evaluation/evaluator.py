@@ -15,14 +15,14 @@ from wandistiller.checkpoint.facts import Facts
 from wandistiller.data.conditions import Conditions
 from wandistiller.data.dataset import PromptItem
 from wandistiller.data.media import MediaReader, Size
-from wandistiller.data.media_cache import Sample
+from wandistiller.data.tensor_cache import Sample
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.round_robin import batched, number_of_rounds, round_robin
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
+from wandistiller.evaluation.candidates import reader_of
 from wandistiller.evaluation.clip import Clip
 from wandistiller.evaluation.draw_samples import Sampling
-from wandistiller.evaluation.items import reader_of
 from wandistiller.evaluation.metrics import FEATURES, METRICS, DrawnBatch, Features, Metric
 from wandistiller.evaluation.pipelines import DiffusersPipeline, PeakMemory, PlacedTeacher
 from wandistiller.evaluation.velocity_error import SAMPLES, Band, bands, states_in
@@ -137,7 +137,7 @@ class CandidateResult:
     """Error of a quantised teacher's velocities by band, of all ranks."""
 
     @property
-    def own(self) -> Drawn:
+    def in_own_steps(self) -> Drawn:
         """Samples in the candidate's own number of steps."""
         return next(iter(self.by_steps.values()))
 
@@ -174,12 +174,13 @@ class Evaluator:
         """Sample; store the guided velocities on the samples of its own number of steps."""
         s, memory = self.settings, PeakMemory()
         with memory.running():
+            side = s.teacher, s.teacher_sampling
             if s.placement is None:
-                given = s.teacher, s.teacher_sampling, self._null_LD, s.dtype
-                candidate = DiffusersPipeline(*given, reader=s.reader, ranks=self._ranks)
+                candidate = DiffusersPipeline(
+                    *side, self._null_LD, s.dtype, reader=s.reader, ranks=self._ranks
+                )
             else:
-                given = s.teacher, s.teacher_sampling, self._conditions, s.placement, self._vae
-                candidate = PlacedTeacher(*given, ranks=self._ranks)
+                candidate = PlacedTeacher(*side, self._conditions, s.placement, self._vae, ranks=self._ranks)
         drawn, self._x0 = self._draw("teacher", candidate, memory, s.teacher_sampling.steps)
         velocity = self._counted("teacher: velocity error", candidate)
         for index, chunk, _ in round_robin(self._batches, self._ranks):
@@ -198,8 +199,10 @@ class Evaluator:
         """Sample, and compare velocities: squares_S2 of error and target per band, by the prompt's number."""
         s, memory, errors = self.settings, PeakMemory(), {}
         with memory.running():
-            given = s.student, s.student_sampling, self._null_LD, s.dtype, s.facts
-            candidate = DiffusersPipeline(*given, reader=s.reader, ranks=self._ranks)
+            side = s.student, s.student_sampling
+            candidate = DiffusersPipeline(
+                *side, self._null_LD, s.dtype, s.facts, reader=s.reader, ranks=self._ranks
+            )
         drawn, _ = self._draw("student", candidate, memory, s.student_sampling.steps)
         velocity = self._counted("student: velocity error", candidate)
         for index, chunk, counts in round_robin(self._batches, self._ranks):
@@ -220,19 +223,18 @@ class Evaluator:
         return Progress(name, calls).counting(candidate.velocity)
 
     def _draw(
-        self, what: str, candidate: DiffusersPipeline | PlacedTeacher, memory: PeakMemory, own: int
+        self, what: str, candidate: DiffusersPipeline | PlacedTeacher, memory: PeakMemory, own_steps: int
     ) -> tuple[dict[int, Drawn], list[Tensor]]:
-        """Sample in each number of steps, the candidate's `own` first.
+        """Sample in each number of steps, the candidate's own first.
 
         Returns:
             What was drawn; x0_BCFHW of its own number by batch, on the CPU.
         """
-        drawn, own_x0 = {}, []
-        for steps in dict.fromkeys([own, *self.settings.numbers]):
-            name = f"{what}: samples" if steps == own else f"{what}: samples in {steps} steps"
-            drawn[steps], x0 = self._draw_in(steps, name, candidate, memory)
-            own_x0 = own_x0 or x0
-        return drawn, own_x0
+        name = f"{what}: samples"
+        drawn, own_x0 = self._draw_in(own_steps, name, candidate, memory)
+        others = [steps for steps in dict.fromkeys(self.settings.numbers) if steps != own_steps]
+        in_others = {n: self._draw_in(n, f"{name} in {n} steps", candidate, memory)[0] for n in others}
+        return {own_steps: drawn} | in_others, own_x0
 
     def _draw_in(
         self, steps: int, what: str, candidate: DiffusersPipeline | PlacedTeacher, memory: PeakMemory
@@ -253,12 +255,10 @@ class Evaluator:
                 x0.append(self._vae.encode(pixels_BCFHW.to(self._device) * 2 - 1).cpu())
                 pixels.append(pixels_BCFHW.cpu())
             first_x0.append(x0[0])
-            for one, other in ((0, -1), (1, 0))[: len(x0) if counts else 0]:
-                given = int(s.teacher.config.takes_image)
-                scenes = [self._scenes[i] for i in chunk]
-                batch = DrawnBatch(prompts, pixels[one], x0[one], x0[other], self._clip, given, scenes)
-                scored = self._score(chunk, batch)
-                (drawn.second_draw if one else drawn.samples).update(scored)
+            given_frames, scenes = int(s.teacher.config.takes_image), [self._scenes[i] for i in chunk]
+            for n, other in ((0, -1), (1, 0))[: len(x0) if counts else 0]:
+                batch = DrawnBatch(prompts, pixels[n], x0[n], x0[other], self._clip, given_frames, scenes)
+                (drawn.second_draw if n else drawn.samples).update(self._score(chunk, batch))
         return drawn, first_x0
 
     def _score(self, chunk: list[int], batch: DrawnBatch) -> dict[int, ScoredSample]:

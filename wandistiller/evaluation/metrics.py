@@ -73,7 +73,7 @@ class DrawnBatch:
         x0_BCFHW: Tensor,
         other_BCFHW: Tensor,
         clip: Clip | None,
-        given: int = 0,
+        given_frames: int = 0,
         scenes: list[str] | None = None,
     ):
         """Keep samples.
@@ -82,11 +82,11 @@ class DrawnBatch:
             pixels_BCFHW: in [0, 1].
             x0_BCFHW: normalised VAE latents.
             other_BCFHW: those of samples of the same prompts from other seeds; the same if there are none.
-            given: latent frames at the start that the models are given, which count for no motion.
+            given_frames: latent frames at the start that the models are given, which count for no motion.
             scenes: names of the embedded teachers' scenes; None: they are the prompts.
         """
-        self.scenes, self.given = scenes or prompts, given
-        self.moving_BCFHW = after_given(x0_BCFHW, given)
+        self.scenes, self.given_frames = scenes or prompts, given_frames
+        self.moving_BCFHW = after_given(x0_BCFHW, given_frames)
         self.prompts, self.pixels_BCFHW, self._clip = prompts, pixels_BCFHW, clip
         self.frame_BCHW = pixels_BCFHW[:, :, pixels_BCFHW.shape[2] // 2]
         """The middle frame."""
@@ -95,7 +95,7 @@ class DrawnBatch:
     @property
     def begins(self) -> bool:
         """True if motions begin in the first frame."""
-        return self.given > 0
+        return self.given_frames > 0
 
     @cached_property
     def clip(self) -> tuple[Tensor, Tensor]:
@@ -104,8 +104,8 @@ class DrawnBatch:
     @cached_property
     def clip_frames_BFD(self) -> Tensor:
         """CLIP's image embeddings of MOST_FRAMES frames at most, spread evenly."""
-        places = evenly(self.pixels_BCFHW.shape[2], MOST_FRAMES)
-        return torch.stack([self._clip.embed(clip[:, places].unbind(1)) for clip in self.pixels_BCFHW])
+        numbers = evenly(self.pixels_BCFHW.shape[2], MOST_FRAMES)
+        return torch.stack([self._clip.embed(clip[:, numbers].unbind(1)) for clip in self.pixels_BCFHW])
 
 
 def _mean(value_N: Tensor, seed: int) -> Estimated:

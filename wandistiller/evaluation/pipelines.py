@@ -14,7 +14,7 @@ from wandistiller.batch import Conditioning, State
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.data.conditions import Conditions
 from wandistiller.data.media import MediaReader
-from wandistiller.data.media_cache import Sample
+from wandistiller.data.tensor_cache import Sample
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import empty_cache, held_memory, on_accelerator, synchronize
 from wandistiller.distributed.progress import Progress
@@ -60,7 +60,7 @@ class DiffusersPipeline:
             self._pipeline.scheduler = folder.scheduler(sampling.shift)
         self._folder, self._reader = folder, reader
         self._trained = facts if facts and facts.few_steps else None
-        self._own = self._pipeline.scheduler, self._pipeline.config.boundary_ratio
+        self._usual = self._pipeline.scheduler, self._pipeline.config.boundary_ratio
         self._outside = 0.0  # seconds of a call of `draw`
         for part, method in ((self._pipeline, "encode_prompt"), (self._pipeline.vae, "decode")):
             setattr(part, method, self._timed(getattr(part, method)))
@@ -74,7 +74,7 @@ class DiffusersPipeline:
 
     def draw(self, samples: list[Sample], seeds: list[int], steps: int, progress: Progress) -> Tensor:
         """Sample as `draw_samples.draw` does, in so many steps."""
-        self._pipeline.scheduler, boundary = self._own
+        self._pipeline.scheduler, boundary = self._usual
         self._pipeline.register_to_config(boundary_ratio=boundary)
         set_steps(self._pipeline, self._trained, steps, self._folder)
         self._outside, start = 0.0, time.monotonic()
@@ -144,9 +144,9 @@ class PlacedTeacher:
 
     def quantization_error(self, x0_BCFHW: Tensor, conditioning: Conditioning, seed: int) -> dict[str, float]:
         """Return the error of its velocities against those of unquantised weights, by band of sigma."""
-        given = self._folder, self._placement, self._network, self._guidance
+        teacher = self._folder, self._placement, self._network, self._guidance
         with whole_sequences(local_modules(self._network)):  # on single frames
-            return quantization_error(*given, x0_BCFHW, conditioning, seed)
+            return quantization_error(*teacher, x0_BCFHW, conditioning, seed)
 
     def close(self) -> None:
         release_module_references(local_modules(self._network))

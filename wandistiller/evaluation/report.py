@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from wandistiller.evaluation.evaluator import CandidateResult, Drawn, Evaluation
 from wandistiller.evaluation.metrics import METRICS, MOTION, Estimate, frechet_estimate, ratio_of_sums
 from wandistiller.evaluation.velocity_error import Band, bands
 from wandistiller.flow import band_name
-from wandistiller.monitoring.charts import Chart, Line, render, svg
-from wandistiller.monitoring.headline import SCORES, Estimated, Evaluated, Figures, VelocityError
+from wandistiller.monitoring.charts import render
+from wandistiller.monitoring.headline import Estimated, Evaluated, Figures, VelocityError
 from wandistiller.teacher.teacher_json import quantized_facts
 from wandistiller.utils.files import atomic, write_json
 from wandistiller.utils.images import can_write_mp4, save_clips, save_frames, save_grid
@@ -25,17 +24,16 @@ SLOW = 0.8
 Shares = list[tuple[CandidateResult, CandidateResult, dict[int, Tensor]]]
 TIMES = {"seconds_per_sample": "seconds per sample", "denoising_seconds": "seconds of it denoising"}
 COSTS = {"parameters": "parameters"} | TIMES
-CURVE = "evaluation_steps.svg"
-NOT_ALWAYS = (CURVE, "evaluation_frames.png", "evaluation.mp4")
-"""Files that only an evaluation of several numbers of steps, or of clips, has."""
+OF_CLIPS = ("evaluation_frames.png", "evaluation.mp4")
+"""Files that only an evaluation of clips has."""
 PAGE = Path(__file__).with_name("report.md.jinja")
 
 
 def summary(settings: Evaluation, shares: Shares) -> tuple[Evaluated, dict[str, list[Tensor]]]:
     """Merge the ranks' shares into the figures and the picture's rows."""
     sides = {"teacher": [t for t, _, _ in shares], "student": [s for _, s, _ in shares]}
-    samples = {name: _in_order([r.own.samples for r in ranks]) for name, ranks in sides.items()}
-    second = _in_order([r.own.second_draw for r in sides["teacher"]])
+    samples = {name: _in_order([r.in_own_steps.samples for r in ranks]) for name, ranks in sides.items()}
+    second = _in_order([r.in_own_steps.second_draw for r in sides["teacher"]])
     squares_NS2 = torch.stack(_in_order([errors for _, _, errors in shares]))
     result: Evaluated = {
         "prompts": len(settings.prompts),
@@ -100,10 +98,10 @@ def _columns(
         columns[name] = {
             "parameters": sum(config.numel for config in folders[name].configs.values()),
             "peak_memory_gib": {k: max(r.peak_gib[k] for r in ranks) for k in ranks[0].peak_gib},
-            **_figures(settings, [r.own for r in ranks]),
+            **_figures(settings, [r.in_own_steps for r in ranks]),
         }
     teacher, student = columns.values()
-    theirs, its = (_seconds([r.own for r in ranks]) for ranks in sides.values())
+    theirs, its = (_seconds([r.in_own_steps for r in ranks]) for ranks in sides.values())
     ratio = columns["ratio"] = {
         "parameters": Estimate(student["parameters"] / teacher["parameters"]).as_dict()
     }
@@ -120,10 +118,9 @@ def _rows_by_steps(
     settings: Evaluation, sides: dict[str, list[CandidateResult]], figures: dict[str, dict[str, Figures]]
 ) -> dict[str, list[Tensor]]:
     """Return the picture's rows: the teacher in its own steps, the student in its own and in fewer."""
-    own = settings.teacher_sampling.steps
-    drawn = sides["student"][0].by_steps
-    smaller = [n for n in sorted(drawn, reverse=True) if n < own or n == settings.student_sampling.steps]
-    numbers = [("teacher", own), *(("student", n) for n in smaller)]
+    most, drawn = settings.teacher_sampling.steps, sides["student"][0].by_steps
+    smaller = [n for n in sorted(drawn, reverse=True) if n < most or n == settings.student_sampling.steps]
+    numbers = [("teacher", most), *(("student", n) for n in smaller)]
     return {
         f"{side}\n{n} step{'s' * (n > 1)}\n{figures[side][str(n)]['seconds_per_sample']['value']:.2g} s": (
             _shown(_in_order([r.by_steps[n].samples for r in sides[side]]))
@@ -180,12 +177,8 @@ def write(settings: Evaluation, result: Evaluated, rows: dict[str, list[Tensor]]
     write_json(files["figures"], result)
     with atomic(files["report"]) as temporary:  # at once: whoever reads both finds one evaluation
         temporary.write_text(page, encoding="utf-8")
-    for name in NOT_ALWAYS:  # an earlier evaluation's would be shown as this one's
+    for name in OF_CLIPS:  # an earlier evaluation's would be shown as this one's
         (settings.output / name).unlink(missing_ok=True)
-    if "by_steps" in result and (curve := quality_chart(result["by_steps"])):
-        files["curve"] = settings.output / CURVE
-        with atomic(files["curve"]) as temporary:
-            temporary.write_bytes(curve)
     files |= write_pictures(settings, files["picture"], rows)
     return [f"{tables}\n", *slow_motion(result), *(f"{what:9} {file}" for what, file in files.items())]
 
@@ -235,11 +228,11 @@ def _steps(result: Evaluated) -> list[list[str]]:
     """Rows of the table by steps: of both, how many times faster than the teacher in its own steps."""
     by_steps = result.get("by_steps", {})
     labels = {m.name: m.label for m in METRICS if by_steps and m.name in result["teacher"]}
-    own = by_steps and by_steps["teacher"][str(result["teacher_steps"])]
+    usual = by_steps and by_steps["teacher"][str(result["teacher_steps"])]
     rows = [["steps", *labels.values(), *TIMES.values(), "times faster", "times faster, denoising alone"]]
     for side, numbers in by_steps.items():
         for n, figures in numbers.items():
-            faster = (own[key]["value"] / figures[key]["value"] for key in TIMES)
+            faster = (usual[key]["value"] / figures[key]["value"] for key in TIMES)
             cells = (f"{figures[key]['value']:.3g}" for key in TIMES)
             scores = (cell(figures[name]) for name in labels)
             rows.append([f"{side}, {n}", *scores, *cells, *(f"{times:.3g}" for times in faster)])
@@ -286,20 +279,3 @@ def write_pictures(settings: Evaluation, file: Path, rows: dict[str, list[Tensor
         files["animation"] = stem.with_suffix(".mp4")
         save_clips(files["animation"], rows, prompts, settings.student.fps)
     return files
-
-
-def quality_chart(by_steps: dict[str, dict[str, Figures]]) -> bytes | None:
-    """Draw quality against seconds, SVG; None without matplotlib or a score."""
-    has = next(iter(by_steps["teacher"].values()))
-    name = next((name for name in SCORES if name in has), None)
-    if not (name and find_spec("matplotlib")):
-        return None
-    lines = [
-        Line(
-            side,
-            [(figures["denoising_seconds"]["value"], figures[name]["value"]) for figures in numbers.values()],
-            [f"{n} step{'s' * (n != '1')}" for n in numbers],
-        )
-        for side, numbers in by_steps.items()
-    ]
-    return svg(Chart(SCORES[name], "by sampling steps", lines, along="seconds of denoising a sample"))

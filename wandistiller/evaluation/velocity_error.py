@@ -83,13 +83,14 @@ def quantization_error(
     sums, faults = [], []
     if quantized:
         exact, readers = unquantized_teacher(folder, placement, guidance, merges_padding=merges_padding)
-        for target, found in zip(*(one.predict_all(states, ()) for one in (exact, quantized)), strict=True):
-            both = found.v_BCFHW - target.v_BCFHW, target.v_BCFHW
+        predictions = (network.predict_all(states, ()) for network in (exact, quantized))
+        for target, prediction in zip(*predictions, strict=True):
+            both = prediction.v_BCFHW - target.v_BCFHW, target.v_BCFHW
             sums.append([v_BCFHW.double().square().sum().item() for v_BCFHW in both])
         faults = [p for reader in readers for p in reader.faults]
     if problems := collectives.gather_problems(faults):
         raise ConfigError(*problems)
-    of_ranks = [torch.tensor(one) for one in collectives.gather_objects(sums) if one]
+    of_ranks = [torch.tensor(of_rank) for of_rank in collectives.gather_objects(sums) if of_rank]
     error_N, target_N = sum(of_ranks).T.tolist()
     names = [band_name(band.start, band.end) for band in served]
     return {name: error / target for name, error, target in zip(names, error_N, target_N, strict=True)}

@@ -10,7 +10,7 @@ from torch.linalg import qr, svd
 
 EXACT = 512
 """Most rows or columns of a matrix that is decomposed in full; a larger one by iteration."""
-TURNS, MORE = 4, 16
+TURNS, OVERSAMPLED = 4, 16
 """Turns of the iteration, and directions beside those that are wanted: they then have 0.99 of the square
 that the exact ones have even if singular values fall as slowly as k^-0.3."""
 
@@ -21,8 +21,8 @@ def largest_directions(matrix: Tensor, most: int) -> tuple[Tensor, Tensor, Tenso
     Source: Eckart and Young 1936; for large matrices Halko et al. 2011, arXiv:0909.4061, algorithm 4.4.
     """
     basis = None
-    if min(matrix.shape) > max(EXACT, most + MORE):
-        first = torch.randn(matrix.shape[1], most + MORE, generator=torch.Generator().manual_seed(0))
+    if min(matrix.shape) > max(EXACT, most + OVERSAMPLED):
+        first = torch.randn(matrix.shape[1], most + OVERSAMPLED, generator=torch.Generator().manual_seed(0))
         basis = qr(matrix @ first.to(matrix))[0]
         for _ in range(TURNS):
             basis = qr(matrix @ qr(matrix.T @ basis)[0])[0]
@@ -60,20 +60,13 @@ class Adapter(NamedTuple):
     def factor(self, layer: str) -> float:
         return self.factors.get(layer, self.alpha / self.rank)
 
-    @property
-    def sentence(self) -> str:
-        return f"Rank {self.rank}{self.note}"
-
-    def to(self, dtype: torch.dtype) -> "Adapter":
-        return self._replace(state={name: value.to(dtype) for name, value in self.state.items()})
-
 
 class Extracted(NamedTuple):
     """An adapter cut out of a difference, and its share of that difference."""
 
     adapter: Adapter
-    kept: float
-    """Share of the squared difference of its layers that the adapter has."""
+    share: float
+    """Of the squared difference of its layers, what the adapter has."""
     outside: float
     """Share of all squared difference that is elsewhere."""
 
@@ -107,5 +100,5 @@ def extract(
     state: dict[str, Tensor] = {}
     for name, (u, s, v) in factors.items():
         state[name + A], state[name + B] = in_halves(u[:, :rank], s[:rank], v[:, :rank])
-    kept = reached[rank - 1].item() if inside else 1.0
-    return Extracted(Adapter(state, rank, rank), min(kept, 1.0), outside / (inside + outside or 1.0))
+    share = min(reached[rank - 1].item(), 1.0) if inside else 1.0
+    return Extracted(Adapter(state, rank, rank), share, outside / (inside + outside or 1.0))

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,12 @@ import yaml
 from huggingface_hub import ModelCardData
 from huggingface_hub.repocard import metadata_load
 
-from wandistiller.checkpoint import manifest
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.config.start import recorded_stages
 from wandistiller.experts import Expert, expert_at
-from wandistiller.export.source import Source, arguments, clip, sampler_in_words, without_places, written
+from wandistiller.export.source import Source, clip, sampler_in_words, without_places, written
 from wandistiller.flow import RENOISE, FlowSchedule
 from wandistiller.network.folder import Folder
-from wandistiller.network.sampling import few_step_config, few_steps
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import FACTS, read_json, write_json
 from wandistiller.utils.images import drawn
@@ -44,18 +41,7 @@ FEW_STEPS = """
 It samples in {steps} step{plural}, {sampler} from the noise level{plural} {levels}: keep their \
 number, shift and scheduler."""
 FIXED_STEPS = """ It is trained for no other number, and diffusers would take wrong noise levels."""
-FEWER_STEPS = """
-
-It can sample in fewer steps too. Its scheduler then needs other settings, without which diffusers takes
-wrong noise levels and, for one step, gives NaN. `wandistiller sample --steps N` sets them; in diffusers,
-before the call:
-
-| steps | call first |
-|---|---|
-{rows}"""
-FEWER_ROW = (
-    "| {steps} | `pipe.scheduler = pipe.scheduler.from_config(pipe.scheduler.config, {settings})`{more} |"
-)
+FEWER_STEPS = """ For fewer use `wandistiller sample --steps N`: diffusers would take wrong noise levels."""
 GLOBAL_NOISE = """
 Between steps diffusers takes noise from torch's own generator: for the same picture again call
 `torch.manual_seed` too, with another seed than a `generator` has, or that noise is the first once more."""
@@ -87,24 +73,7 @@ def few_steps_sentence(facts: Facts) -> str:
     )
     if len(levels) == 1 or facts.sampler != RENOISE:
         return text + FIXED_STEPS
-    return text + GLOBAL_NOISE + FEWER_STEPS.format(rows="\n".join(_fewer_rows(facts)))
-
-
-def _fewer_rows(facts: Facts) -> Iterator[str]:
-    """Yield a row for each number of steps below a student's own: the calls that set its noise levels."""
-    for steps in range(1, len(facts.few_steps)):
-        settings = arguments(fewer_steps(facts.shift, steps))
-        more = ""
-        if facts.has_boundary:
-            handover = few_steps(facts.shift, steps, facts.boundary).boundary
-            more = f"; `pipe.register_to_config(boundary_ratio={handover:.6g})`"
-        yield FEWER_ROW.format(steps=steps, settings=settings, more=more)
-
-
-def fewer_steps(shift: float, steps: int) -> dict[str, float | None]:
-    """Return the settings by which the scheduler of a few-step student takes `steps` of its path."""
-    config = few_step_config(shift, steps)
-    return {key: config.get(key) for key in ("shift", "shift_terminal")}
+    return text + FEWER_STEPS + GLOBAL_NOISE
 
 
 def joined(files: list[str]) -> str:
@@ -194,15 +163,12 @@ def licence(teacher: Folder | None, hub_id: str) -> dict[str, str]:
 def _evaluation(run: Path, source: Source) -> str:
     """The tables of OUTPUT/evaluation.md, if `evaluate` has run on this checkpoint's student.
 
-    Of a last stage they are in the whole recipe's folder, too, where `evaluate` leaves them by default. An
-    evaluation of an earlier version does not say of which; it is taken for one of the last checkpoint.
+    Of a last stage they are in the whole recipe's folder, too, where `evaluate` leaves them by default.
     """
-    last = next(iter(manifest.steps(source.folder.parent)), source.folder)
-    places = [run, run.parent] if recorded_stages(run.parent)[-1:] == [run] else [run]
-    for file, figures in [(place / "evaluation.md", place / "evaluation.json") for place in places]:
+    for folder in [run, run.parent] if recorded_stages(run.parent)[-1:] == [run] else [run]:
+        file, figures = folder / "evaluation.md", folder / "evaluation.json"
         steps = read_json(figures).get("trained_steps") if figures.is_file() else None
-        is_own = steps == source.facts.max_steps if steps else source.folder.name == last.name
-        if is_own and file.is_file():
+        if steps == source.facts.max_steps and file.is_file():
             blocks = file.read_text(encoding="utf-8").split("\n\n")
             return "\n\n".join(block for block in blocks if block.startswith("|"))
     return ""
@@ -243,15 +209,15 @@ def comfy_nodes(facts: Facts, loader: str) -> str:
         latent = "WanImageToVideo" if facts.config.joined_channels else latent
         latent = "WanFirstLastFrameToVideo" if len(facts.config.given_places) == 2 else latent
     text = COMFY + (TWO_SAMPLERS if facts.has_boundary else ONE_SAMPLER)
-    more = {"latent": latent, "loader": loader, "sampler": "euler or uni_pc", "others": "", "fewer": ""}
+    words = {"latent": latent, "loader": loader, "sampler": "euler or uni_pc", "others": "", "fewer": ""}
     if facts.few_steps:
         renoise = facts.sampler == RENOISE
-        more["sampler"] = "lcm" if renoise else "euler"
-        more["fewer"] = " or fewer" * (renoise and facts.steps > 1)  # it shifts any number by itself
+        words["sampler"] = "lcm" if renoise else "euler"
+        words["fewer"] = " or fewer" * (renoise and facts.steps > 1)  # it shifts any number by itself
     elif facts.has_boundary:
         splits = {n: split_step(facts, n) for n in (4, 8, 20, 40) if n != facts.steps}
-        more["others"] = OTHERS.format(", ".join(f"{split} of {steps}" for steps, split in splits.items()))
-    return text.format(**written(facts) | more, split=split_step(facts, facts.steps))
+        words["others"] = OTHERS.format(", ".join(f"{split} of {steps}" for steps, split in splits.items()))
+    return text.format(**written(facts) | words, split=split_step(facts, facts.steps))
 
 
 def split_step(facts: Facts, steps: int) -> int:

@@ -1,18 +1,22 @@
-"""The files of an export: they appear whole, and replace an earlier export but nothing else."""
+"""The files of an export, which appear whole and replace an earlier one alone; the interface of a format."""
 
 import json
 import os
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.config.job import Job
+from wandistiller.export.source import Source
 from wandistiller.utils.errors import ConfigError, folder_problems
 from wandistiller.utils.files import (
     FACTS,
@@ -24,6 +28,7 @@ from wandistiller.utils.files import (
     system_error,
 )
 from wandistiller.utils.logging import set_activity
+from wandistiller.utils.registry import classes_in
 
 
 def check_folder(target: Path) -> Path:
@@ -72,13 +77,13 @@ def check_ends(stages: list[Job], output: Path) -> None:
     Raises:
         ConfigError: something else is there.
     """
-    places = [(job, job.output) for job in stages if not job.is_spent]
-    for job, place in [*places, (stages[-1], output)]:
+    folders = [(job, job.output) for job in stages if not job.is_spent]
+    for job, folder in [*folders, (stages[-1], output)]:
         if job.networks.bases:
-            experts, file = [expert.value for expert in job.networks.student], place / "lora.safetensors"
+            experts, file = [expert.value for expert in job.networks.student], folder / "lora.safetensors"
             check_files(file, [per_expert(file, experts, expert) for expert in experts])
         if not job.networks.is_teacher_with_adapters(job.folder):
-            check_folder(place / "student")
+            check_folder(folder / "student")
 
 
 def _is_ours(file: Path) -> bool:
@@ -130,7 +135,7 @@ def write_file(
     description: str,
     facts: Facts,
     together: ExitStack,
-) -> Path:
+) -> None:
     """Write one safetensors file with the metadata that loaders and model managers read.
 
     Args:
@@ -150,4 +155,31 @@ def write_file(
     temporary = together.enter_context(atomic(file))
     save_file(tensors, temporary, metadata)
     flush(temporary)  # so that the last file is not far behind the first
-    return file
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportFormat(ABC):
+    """One file format. The fields of a subclass are the flags that it reads, by their names."""
+
+    DTYPES = ("bfloat16", "float16", "float32")
+    """Values of --dtype that it can store."""
+    dtype: torch.dtype = torch.bfloat16
+    """Of the stored weights, except those that diffusers keeps in float32."""
+    repository: str = ""
+    """Hub repository for the model card to name; empty: none."""
+
+    def problems(self) -> list[str]:
+        """Problems with this format's own settings, found before anything is read."""
+        return []
+
+    @abstractmethod
+    def write(self, source: Source, output: Path) -> list[Path]:
+        """Write the student and its model card; return the files and folders made.
+
+        Raises:
+            ConfigError: `output` holds something else, or this student has no such form.
+        """
+
+
+def formats() -> dict[str, type[ExportFormat]]:
+    return classes_in("wandistiller.export.formats", ExportFormat)

@@ -58,14 +58,9 @@ class Source(NamedTuple):
         return replace(facts, teacher_path=self.hub_id or Path(facts.teacher_path).name)
 
     @property
-    def experts(self) -> list[str]:
-        """Folder names of the student's experts."""
-        return self.facts.experts
-
-    @property
     def sides(self) -> list[str]:
         """Folder names of the experts that names of files tell apart."""
-        return self.experts
+        return self.facts.experts
 
     @property
     def description(self) -> str:
@@ -80,7 +75,7 @@ class Source(NamedTuple):
 
     def networks(self, dtype: torch.dtype) -> Iterator[tuple[str, WanTransformer3DModel]]:
         """Yield name and network of each expert, LoRA fused; `dtype` except where diffusers keeps float32."""
-        for name in self.experts:
+        for name in self.facts.experts:
             yield name, Network.made(self.facts.config, self.finished(name, dtype)).module
 
     def finished(self, name: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -146,7 +141,7 @@ class Source(NamedTuple):
 
     def base(self, name: str) -> Expert:
         """The teacher's network that an expert is, but for its adapters."""
-        return Expert(dict(zip(self.experts, self.facts.bases, strict=True))[name])
+        return Expert(dict(zip(self.facts.experts, self.facts.bases, strict=True))[name])
 
     def base_teacher(self) -> Folder:
         """The teacher with the LoRA files that were added to its networks, under a run's adapters.
@@ -210,9 +205,9 @@ def clip(facts: Facts) -> str:
 def without_places(value: Any, key: str = "") -> Any:
     """`value`, any JSON, with the last part of each path on this machine; hub ids and prompts stay."""
     if isinstance(value, dict):
-        return {name: without_places(one, name) for name, one in value.items()}
+        return {name: without_places(inner, name) for name, inner in value.items()}
     if isinstance(value, list):
-        return value if key in TEXTS else [without_places(one, key) for one in value]
+        return value if key in TEXTS else [without_places(inner, key) for inner in value]
     if not isinstance(value, str) or key == "negative_prompt":
         return value
     if HUB_ID.fullmatch(value) and not Path(value).exists():
@@ -270,17 +265,15 @@ class WholeModel(Source):
         spellings = [
             {n: prefix + spell(n) for n in wanted} for prefix in PREFIXES for spell in (str, original_name)
         ]
-        names = max(spellings, key=lambda names: sum(own in stored for own in names.values()))
-        found = {n: list(stored[own].shape) for n, own in names.items() if own in stored}
-        other = [names[n] for n in wanted if found.get(n) != wanted[n]] + sorted(
-            stored.keys() - {*names.values()}
-        )
-        if other or any(one.dtype.itemsize < 2 for one in stored.values()):
+        names = max(spellings, key=lambda names: len(stored.keys() & names.values()))
+        other = [key for n, key in names.items() if key not in stored or list(stored[key].shape) != wanted[n]]
+        other += sorted(stored.keys() - {*names.values()})
+        if other or any(tensor.dtype.itemsize < 2 for tensor in stored.values()):
             what = f"its `{other[0]}` is not as the teacher's" if other else "it is in 8 bits"
             remedy = f"Give a model of the architecture of {self.facts.teacher_path}, in 16 or 32 bits."
             raise ConfigError(f"{place}: {what}. {remedy}")
-        for n, own in names.items():
-            reader.read(own, value := torch.empty(wanted[n]))
+        for n, key in names.items():
+            reader.read(key, value := torch.empty(wanted[n]))
             if reader.faults:
                 raise ConfigError(*reader.faults)
             yield n, value
@@ -293,13 +286,13 @@ def require_no_whole_model(place: Path) -> None:
         raise ConfigError(f"{place}: is a whole model. {remedy}")
 
 
-def read_whole_model(given: str, teacher_path: str) -> WholeModel:
+def read_whole_model(model: str, teacher_path: str) -> WholeModel:
     """Take a model by its place, which for one of a teacher's two experts says of which it is, as a LoRA's.
 
     Raises:
         ConfigError: it is no whole model, or nothing says of which expert it is.
     """
-    side, name = split_side(given)
+    side, name = split_side(model)
     place, teacher = Path(os.path.expanduser(name)), open_wan(teacher_path)
     if not is_full_model(place):
         remedy = "Give a pipeline's folder, a transformer's, or a .safetensors file of the whole network."

@@ -32,8 +32,6 @@ class Line(NamedTuple):
     name: str
     points: Sequence[tuple[float, float | None]]
     """(step, value), in order; values that are None or not finite are left out."""
-    labels: Sequence[str] = ()
-    """Of the points, if they are few; they are marked then."""
 
 
 class Chart(NamedTuple):
@@ -44,8 +42,6 @@ class Chart(NamedTuple):
     lines: list[Line]
     logarithmic: bool = False
     """Only where all values are above 0."""
-    along: str = ""
-    """Name of a horizontal axis other than the step, logarithmic."""
 
 
 def svg(chart: Chart) -> bytes:
@@ -58,20 +54,15 @@ def svg(chart: Chart) -> bytes:
         axes = figure.subplots()
         for line in chart.lines:
             points = thinned(line.points)
-            mark = "o" if len(points) == 1 or line.labels else ""  # one point alone is no line
+            mark = "o" if len(points) == 1 else ""  # one point alone is no line
             axes.plot(*zip(*points, strict=True), label=line.name, marker=mark, markersize=3)
-            for label, point in zip(line.labels, points, strict=False):
-                axes.annotate(label, point, (3, 4), textcoords="offset points", fontsize=7)
         values = [y for line in chart.lines for _, y in finite(line.points)]
         if chart.logarithmic and min(values) > 0:
             axes.set_yscale("log")
         elif min(values) >= 0:
             axes.set_ylim(bottom=0)
         axes.set_title(f"{chart.title}\n{chart.unit}", loc="left", fontweight="bold")
-        if chart.along:
-            axes.set_xscale("log")
-            axes.set_xlabel(chart.along)
-        axes.margins(x=0.08 if chart.along else 0.01)
+        axes.margins(x=0.01)
         if len(chart.lines) > 1:
             axes.legend(fontsize=7, loc="best")
         file = io.BytesIO()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from wandistiller.batch import NOISED, PATH, STUDENT, Prediction, State
-from wandistiller.data.micro_batches import MicroBatches
+from wandistiller.data.cached_dataset import MicroBatches
 from wandistiller.experts import Expert
 from wandistiller.flow import EULER, FlowSchedule
 from wandistiller.objectives.script import TEACHER, Ask, Learn, Loss, Script

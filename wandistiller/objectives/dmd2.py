@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, softplus
 
 from wandistiller.batch import STUDENT, Prediction, State, to_device
-from wandistiller.data.micro_batches import MicroBatches
+from wandistiller.data.cached_dataset import MicroBatches
 from wandistiller.experts import Expert
 from wandistiller.flow import EULER, RENOISE, FewSteps, FlowSchedule, clean, path
 from wandistiller.objectives.base import SATURATION, TO_DATA, Aim, Limit, Role, RunFacts, Term, mean_square

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from wandistiller.batch import STUDENT, Prediction, State
-from wandistiller.data.micro_batches import MicroBatches
+from wandistiller.data.cached_dataset import MicroBatches
 from wandistiller.experts import Expert
 from wandistiller.flow import FlowSchedule
 from wandistiller.objectives.base import TO_DATA, Role, RunFacts, Term

@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from wandistiller.batch import PATH, Batch, Prediction, State
-from wandistiller.data.micro_batches import MicroBatches
+from wandistiller.data.cached_dataset import MicroBatches
 from wandistiller.objectives.base import ALONG, Aim, Term, mean_square
 
 

@@ -15,9 +15,8 @@ from wandistiller.distributed import collectives
 from wandistiller.distributed.device import local_rank, on_accelerator
 from wandistiller.engine.ds_config import shipped_json
 from wandistiller.engine.ds_json import DeepSpeedJson
-from wandistiller.planner.machine import Demand, Machine, demands, machine_now
+from wandistiller.planner.machine import Demand, Machine, demands, machine_now, moments, most
 from wandistiller.planner.peak_memory import plan
-from wandistiller.planner.phase_peak import moments, most
 from wandistiller.planner.student_memory import optimizer_states
 from wandistiller.planner.teacher_memory import added_sizes
 from wandistiller.utils.system_memory import SYSTEM, amount, disk, disk_free
@@ -57,7 +56,7 @@ def written(job: Job, *, accelerator: bool) -> DiskUse:
     network = networks.first.parameters
     experts, trained = len(networks.student), len(networks.learning)
     each = 4 + optimizer_states(job.student_engine) + (4 if run.ema is not None else 0)
-    kept = min(run.max_steps, run.keep_checkpoints + 1)  # `save_minutes` may save any step
+    at_a_time = min(run.max_steps, run.keep_checkpoints + 1)  # `save_minutes` may save any step
     weights = job.student_transformer.numel
     student = 0 if networks.is_teacher_with_adapters(job.folder) else experts * 2 * weights
     if networks.bases:  # the teacher has the other weights; a LoRA file has what was added to them
@@ -69,7 +68,7 @@ def written(job: Job, *, accelerator: bool) -> DiskUse:
     checkpoint = trained * each * network.trained_numel
     for other in networks.others.values():
         checkpoint += (4 + optimizer_states(other.engine)) * other.parameters.trained_numel
-    files = DiskUse(_cache(job, accelerator), checkpoint, kept, student)
+    files = DiskUse(_cache(job, accelerator), checkpoint, at_a_time, student)
     if not job.previous:
         return files
     before = written(job.previous, accelerator=accelerator)
@@ -157,12 +156,12 @@ def disk_demands(job: Job, machine: Machine, swapped: int) -> list[Demand]:
     Args:
         swapped: bytes that its ranks swap.
     """
-    places, swap = to_come(job, accelerator=machine.device_free is not None), swap_folder(job)
-    places[swap] = places.get(swap, 0) + swapped
-    several, demanded = {disk(place): place for place in reversed(places)}, []
-    for place in several.values():
-        name = f"of the disk of {place}" if len(several) > 1 else "of disk"
-        demanded.append(Demand(name, on_disk_of(place, places), disk_free(place), SYSTEM))
+    files, swap = to_come(job, accelerator=machine.device_free is not None), swap_folder(job)
+    files[swap] = files.get(swap, 0) + swapped
+    of_disks, demanded = {disk(folder): folder for folder in reversed(files)}, []
+    for folder in of_disks.values():
+        name = f"of the disk of {folder}" if len(of_disks) > 1 else "of disk"
+        demanded.append(Demand(name, on_disk_of(folder, files), disk_free(folder), SYSTEM))
     return demanded
 
 
@@ -226,9 +225,9 @@ def shortages(stages: list[Job], *, preparing: bool = False) -> Shortages:
     Args:
         preparing: the run ends when its cache is full.
     """
-    found = Shortages([], [], [])
+    lines = Shortages([], [], [])
     if local_rank() != 0:
-        return found
+        return lines
     machine = machine_now()
     for job in stages:
         which = f"Stage {job.output.name}" if len(stages) > 1 else "The run"
@@ -244,5 +243,5 @@ def shortages(stages: list[Job], *, preparing: bool = False) -> Shortages:
             if demand.need > demand.free:
                 line = f"{which} needs {demand} by its plan, and {amount(demand.free)} are free."
                 far = demand.need >= TOO_MUCH * demand.free
-                (found.of_disk if demand in disks else found.far if far else found.of_memory).append(line)
-    return found
+                (lines.of_disk if demand in disks else lines.far if far else lines.of_memory).append(line)
+    return lines

@@ -1,8 +1,8 @@
-"""Free memory and disk of a machine, and what a run needs of each."""
+"""Free memory and disk of a machine, and what the phases of a run need of each."""
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,16 +47,11 @@ class Machine:
     def topology(self) -> Topology:
         return Topology(self.ranks, self.ranks_on_node, self.device_free is not None)
 
-    @property
-    def device_size(self) -> int | None:
-        """Memory of an accelerator by which its kind is known."""
-        return self.device_total or self.device_free
-
 
 def this_machine(swap_path: Path) -> Machine:
     """Measure this machine now. Collective; if there are other ranks, after `distributed.init`."""
-    own = *memory_size(), host_free(), disk_free(swap_path), len(collectives.node_peers()), device_name()
-    frees, totals, hosts, disks, on_nodes, names = zip(*collectives.gather_objects(own), strict=True)
+    sizes = *memory_size(), host_free(), disk_free(swap_path), len(collectives.node_peers()), device_name()
+    frees, totals, hosts, disks, on_nodes, names = zip(*collectives.gather_objects(sizes), strict=True)
     return Machine(
         device_free=None if frees[0] is None else min(frees),
         host_free=min(hosts),
@@ -71,8 +66,8 @@ def this_machine(swap_path: Path) -> Machine:
 def machine_now() -> Machine:
     """Measure this rank's machine without communication; the launcher says how many ranks it has."""
     free, total = memory_size()
-    own = free, host_free(), disk_free(Path()), collectives.world_size(), collectives.ranks_here()
-    return Machine(*own, device_total=total, device_name=device_name())
+    sizes = free, host_free(), disk_free(Path()), collectives.world_size(), collectives.ranks_here()
+    return Machine(*sizes, device_total=total, device_name=device_name())
 
 
 def memory_line(rank: int, root: Path = Path("/")) -> str:
@@ -89,16 +84,62 @@ def memory_line(rank: int, root: Path = Path("/")) -> str:
             numbers = {"allocated": held.allocated, "reserved": held.reserved, "in all": total, "free": free}
             listed = ", ".join(f"{n / GIB:.2f} GiB {word}" for word, n in numbers.items())
             gpu = f"GPU {local_rank()}: {listed}"
-    own, system = read_sizes(root / "proc/self/status"), read_sizes(root / "proc/meminfo")
+    process, system = read_sizes(root / "proc/self/status"), read_sizes(root / "proc/meminfo")
     limits = [f"{n / GIB:.2f} GiB ({where})" for n, where in memory_limits(root) if n < system["MemTotal"]]
     parts = [
         gpu,
-        f"this process: {own['VmRSS'] / GIB:.2f} GiB of CPU memory, "
-        f"{own['VmSize'] / GIB:.2f} GiB of address space",
+        f"this process: {process['VmRSS'] / GIB:.2f} GiB of CPU memory, "
+        f"{process['VmSize'] / GIB:.2f} GiB of address space",
         f"limited to {', '.join(limits)}" if limits else "no limit",
         f"machine: {system['MemTotal'] / GIB:.2f} GiB, {host_free(root) / GIB:.2f} GiB free for it",
     ]
     return f"rank {rank}: {'; '.join(parts)}"
+
+
+Parts = dict[str, Bytes]
+"""Memory of a rank by its use, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhasePeak:
+    """Memory of one phase of a run."""
+
+    lasting: Parts
+    """Held during the whole phase."""
+    alternatives: dict[str, Parts] = field(default_factory=dict)
+    """Held one after the other, never together."""
+
+    def peak(self) -> Bytes:
+        """The most of each kind of memory; `transient` is part of `device`."""
+        return total(self.lasting) + _most(total(parts) for parts in self.alternatives.values())
+
+    def at(self, alternative: str) -> Bytes:
+        return total(self.lasting) + total(self.alternatives.get(alternative, {}))
+
+    def parts(self, kind: Callable[[Bytes], int]) -> dict[str, int]:
+        """Bytes of one kind of memory at its peak, by use: what lasts, and the largest alternative."""
+        largest = max(self.alternatives.values(), key=lambda parts: kind(total(parts)), default={})
+        uses = self.lasting | largest
+        return {use: kind(self.lasting.get(use, Bytes()) + largest.get(use, Bytes())) for use in uses}
+
+
+def moments(phases: dict[str, PhasePeak]) -> list[Bytes]:
+    """Memory at each moment of the phases: during each alternative, beside what lasts throughout."""
+    return [p.at(alternative) for p in phases.values() for alternative in p.alternatives or ("",)]
+
+
+def total(parts: Parts) -> Bytes:
+    return sum(parts.values(), Bytes())
+
+
+def most(phases: dict[str, PhasePeak]) -> Bytes:
+    """The most of each kind of memory in any phase."""
+    return _most(phase.peak() for phase in phases.values())
+
+
+def _most(several: Iterable[Bytes]) -> Bytes:
+    all_of = [(b.device + b.transient, 0, b.host, b.node, b.disk, b.pinned) for b in several]
+    return Bytes(*map(max, zip(*all_of, strict=True)))
 
 
 class Demand(NamedTuple):
@@ -131,24 +172,20 @@ class Demand(NamedTuple):
         return f"{amount(self.free)} {self.where} ({amount(self.reserve)} of them kept in reserve)"
 
 
-def demands(moments: Iterable[Bytes], machine: Machine) -> list[Demand]:
+def demands(taken: list[Bytes], machine: Machine) -> list[Demand]:
     """Demands for each kind of memory of `machine`, of each the most at one moment.
 
     Args:
-        moments: what each rank takes at the moments of a run, as `phase_peak.moments` lists them.
+        taken: of each rank at the moments of a run, as `moments` lists them.
     """
-    moments, here, demanded = list(moments), machine.ranks_on_node, []
-
-    def most(of: Callable[[Bytes], int]) -> int:
-        return max(map(of, moments), default=0)
-
+    ranks, demanded = machine.ranks_on_node, []
     if machine.device_free is not None:
-        on_gpu = most(lambda rank: rank.device + rank.transient)
+        on_gpu = max((b.device + b.transient for b in taken), default=0)
         demanded.append(Demand("on each GPU", on_gpu, machine.device_free, PIECES))
-    swapped = here * most(lambda rank: rank.disk)
-    disk = swapped and swapped + machine.files
+    in_host = max((ranks * b.host + b.node for b in taken), default=0)
+    swapped = ranks * max((b.disk for b in taken), default=0)
     return [
         *demanded,
-        Demand("of CPU memory", most(lambda rank: here * rank.host + rank.node), machine.host_free, SYSTEM),
-        Demand("of disk", disk, machine.disk_free, SYSTEM),
+        Demand("of CPU memory", in_host, machine.host_free, SYSTEM),
+        Demand("of disk", swapped and swapped + machine.files, machine.disk_free, SYSTEM),
     ]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from wandistiller.batch import STUDENT, Conditioning, Prediction
 from wandistiller.config.job import Job, branches, rolled_out, swept
-from wandistiller.data.micro_batches import MicroBatches
+from wandistiller.data.cached_dataset import MicroBatches
 from wandistiller.engine.batch_size import BatchSize
 from wandistiller.flow import FlowSchedule
 from wandistiller.objectives.objective import Objective
@@ -54,16 +54,16 @@ def passes_asked(job: Job, updates: Sequence[str] = ()) -> dict[str, Passes]:
     forward, backward = Counter(), Counter()
     for role, updates_of_role in Counter(updates or job.objective.updates).items():
         scripts = played_scripts(job, role)
-        for one in scripts:
+        for script in scripts:
             share = updates_of_role / len(scripts)
-            forward[STUDENT] += share * one.rolled_out
-            for name, number in one.learned[0].items():
-                forward[name] += share * number * previews(job, role, one)
-            for name, number in [*one.before.items(), *one.after.items()]:
+            forward[STUDENT] += share * script.rolled_out
+            for name, number in script.learned[0].items():
+                forward[name] += share * number * previews(job, role, script)
+            for name, number in [*script.before.items(), *script.after.items()]:
                 forward[name] += share * number * (branches(job) if name == TEACHER else 1)
-            for name, number in one.slopes.items():  # forward, and backward to the input alone
+            for name, number in script.slopes.items():  # forward, and backward to the input alone
                 forward[name] += share * 2 * number
-            for name, number in sum(one.learned, Counter()).items():
+            for name, number in sum(script.learned, Counter()).items():
                 forward[name] += share * number
                 backward[name] += share * number
     return {role: Passes(forward[role], backward[role]) for role in (TEACHER, STUDENT, *job.networks.others)}
@@ -83,11 +83,12 @@ def base_sweeps(job: Job, of_step: Sequence[str] = ()) -> dict[str, float]:
     scripts = {role: played_scripts(job, role) for role in updates}
     together, groups = rolled_out(job), ceil(steps / swept(job))
     sweeps: Counter[str] = Counter()
-    if together > 1:  # as many as the longest
-        longest = max(one.rolled_out for of_role in scripts.values() for one in of_role)
+    calls = {role: [script.rolled_out for script in of_role] for role, of_role in scripts.items()}
+    if together > 1:
+        longest = max(map(max, calls.values()))
         sweeps["the student's samples"] = ceil(updates.total() * steps / together) * longest
     else:
-        each = {role: statistics.mean(one.rolled_out for one in of_role) for role, of_role in scripts.items()}
+        each = {role: statistics.mean(of_role) for role, of_role in calls.items()}
         sweeps["the student's samples"] = steps * sum(updates[role] * each[role] for role in updates)
     student, *_ = scripts[STUDENT]
     sweeps["the teacher's predictions"] = groups * student.before[TEACHER]
@@ -99,9 +100,9 @@ def base_sweeps(job: Job, of_step: Sequence[str] = ()) -> dict[str, float]:
     return {purpose: number for purpose, number in sweeps.items() if number}
 
 
-def previews(job: Job, role: str, one: ScriptPasses) -> bool:
+def previews(job: Job, role: str, script: ScriptPasses) -> bool:
     """Return whether the pass that learns is made before without gradient, to know what is asked after it."""
-    return role == STUDENT and bool(one.after) and min(swept(job), job.batch.accumulation) > 1
+    return role == STUDENT and bool(script.after) and min(swept(job), job.batch.accumulation) > 1
 
 
 def played_scripts(job: Job, role: str) -> list[ScriptPasses]:

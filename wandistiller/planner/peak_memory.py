@@ -11,8 +11,7 @@ from wandistiller.engine.zero_memory import Bytes
 from wandistiller.experts import Expert
 from wandistiller.network.activation_memory import activation_bytes, call_bytes, compared_bytes
 from wandistiller.network.config import NetworkConfig
-from wandistiller.planner.machine import Machine
-from wandistiller.planner.phase_peak import Parts, PhasePeak, total
+from wandistiller.planner.machine import Machine, Parts, PhasePeak, total
 from wandistiller.planner.student_memory import (
     GATHERED,
     bucket_bytes,
@@ -58,29 +57,29 @@ def plan(job: Job, machine: Machine, *, coding: bool = True) -> dict[str, PhaseP
     phases = _Planner(job, machine).phases(coding)
     if machine.device_free is not None:
         return phases
-    return {
-        name: PhasePeak(_on_host(p.kept), {turn: _on_host(parts) for turn, parts in p.alternatives.items()})
-        for name, p in phases.items()
-    }
+    return {name: _on_host(phase) for name, phase in phases.items()}
 
 
 def activations(job: Job, machine: Machine) -> tuple[int, int]:
     """Bytes of the student's activations with checkpointing (by default of every block) and without."""
     p, engine = _Planner(job, machine), job.student_engine
     recomputes = engine if engine.recompute else engine.replaced(**{RECOMPUTED: {}})
-    both = recomputes, engine.without_recompute
-    checkpointed, kept = (p.saved(job.student_transformer, each, p.samples).transient for each in both)
-    return checkpointed, kept
+    engines = recomputes, engine.without_recompute
+    return tuple(p.saved(job.student_transformer, each, p.samples).transient for each in engines)
 
 
 def _in_step(parts: Parts) -> Parts:
     return {use: nbytes for use, nbytes in parts.items() if use.endswith(IN_STEP)}
 
 
-def _on_host(parts: Parts) -> Parts:
-    return {
-        use: Bytes(host=b.device + b.transient + b.host, node=b.node, disk=b.disk) for use, b in parts.items()
-    }
+def _on_host(phase: PhasePeak) -> PhasePeak:
+    def moved(parts: Parts) -> Parts:
+        return {
+            use: Bytes(host=b.device + b.transient + b.host, node=b.node, disk=b.disk)
+            for use, b in parts.items()
+        }
+
+    return PhasePeak(moved(phase.lasting), {turn: moved(p) for turn, p in phase.alternatives.items()})
 
 
 class _Planner:
@@ -124,13 +123,13 @@ class _Planner:
     def phases(self, coding: bool) -> dict[str, PhasePeak]:
         """The phases in their order; `coding` as in `plan`."""
         j, cast = self.job, cast_bytes(self.network, self.job.student_engine)
-        kept, call = self._teachers()
+        teacher, call = self._teachers()
         student, gathered, steps = self._student(cast)
         again, starts = self._read_again(), {}
         sampled = self._sampled(steps["student"])
         for name, other in j.networks.others.items():
             # it and the teacher are called beside the student's activations
-            kept_of_it, its_steps, slope = self._other(other)
+            lasting, its_steps, slope = self._other(other)
             held = sampled
             if other.setting.is_shared:  # both learn in one update: each beside what the other one holds
                 of_student, of_other = _in_step(sampled), _in_step(its_steps[name])
@@ -142,16 +141,16 @@ class _Planner:
             steps |= its_steps | {f"teacher and {name} at samples": held | call}
             if slope:
                 steps[f"gradient through the {name}"] = held | slope
-            student |= kept_of_it
+            student |= lasting
             numel = other.parameters.trained_numel
             starts[f"{name}'s start"] = student | {"its weights in float32": Bytes(host=4 * numel)} | again
         if call and not self.gpu:
             freed = total(call)
             steps["student"] |= {FREED: Bytes(host=min(freed.host + freed.transient, FREED_KEPT))}
         numel, weights = j.student_transformer.numels, j.student_transformer.numel
-        held, networks = self.base | kept | student, j.networks
-        each = self.network.trained_numel if networks.share_base else weights
-        start = Bytes(host=4 * each * len(networks.student))
+        networks = self.base | teacher | student
+        each = self.network.trained_numel if j.networks.share_base else weights
+        start = Bytes(host=4 * each * len(j.networks.student))
         starts = {"start": {"student's weights in float32": start} | again} | starts
         adapters = self.network.trained_numel if j.run.lora else 0
         stored = adapters if j.networks.is_teacher_with_adapters(j.folder) else weights
@@ -160,18 +159,18 @@ class _Planner:
         return {
             **({"prepare": self._prepare()} if coding else {}),
             "load": PhasePeak(
-                self.base | kept,
+                self.base | teacher,
                 starts
                 | {
-                    "loading the teacher": self._added(kept),
+                    "loading the teacher": self._added(teacher),
                     "optimizer's start": student | {CAST: Bytes(transient=cast)},
                     "calibration": student | call,
                     "measuring": self._measuring(),
                 },
             ),
-            "train": PhasePeak(held, {"teacher": call | hidden_states(j, self.tokens[0])} | steps),
-            "checkpoint": PhasePeak(held | {"a tensor": Bytes(host=4 * max(written.values()))}),
-            **({"draw": self._draw(kept | student, call, gathered)} if coding else {}),
+            "train": PhasePeak(networks, {"teacher": call | hidden_states(j, self.tokens[0])} | steps),
+            "checkpoint": PhasePeak(networks | {"a tensor": Bytes(host=4 * max(written.values()))}),
+            **({"draw": self._draw(teacher | student, call, gathered)} if coding else {}),
             "export": PhasePeak(self.base | {"a network": exported}),
         }
 
@@ -180,13 +179,13 @@ class _Planner:
         j = self.job
         if not (j.objective.needs_teacher or j.networks.share_base):
             return {}, {}
-        kept, call = self._teacher(j.batch.micro, swept(j))
-        return kept, call if j.objective.needs_teacher else {}
+        weights, call = self._teacher(j.batch.micro, swept(j))
+        return weights, call if j.objective.needs_teacher else {}
 
-    def _added(self, kept: Parts) -> Parts:
+    def _added(self, weights: Parts) -> Parts:
         """Memory of what is added to the teacher's weights as they are read, unless it keeps that."""
         read = added_parts(self.job, once=self.job.teacher.on_one_rank)
-        return {use: nbytes for use, nbytes in read.items() if kept and use not in kept}
+        return {use: nbytes for use, nbytes in read.items() if weights and use not in weights}
 
     def _read_again(self) -> Parts:
         """The same where each rank reads the teacher's weights for its other networks."""
@@ -225,12 +224,12 @@ class _Planner:
         experts = len(j.networks.learning)
         parts = student_parts(self.network, experts, engine, ranks, accelerator=self.gpu, ema=ema)
         saved = self.saved(j.student_transformer, engine, self.samples)
-        kept = {f"student's {use}": replace(b, transient=0) for use, b in parts.items()}
+        lasting = {f"student's {use}": replace(b, transient=0) for use, b in parts.items()}
         transient = {f"student's {use}{IN_STEP}": b.transient for use, b in parts.items() if b.transient}
         if Expert.HIGH_NOISE in {*j.networks.student} - {*j.networks.learning}:  # the samples begin with it
             whole = j.student_transformer.numel
             numel = self.network.trained_numel if j.networks.share_base else whole
-            kept["student's finished expert"] = Bytes(device=numel * engine.dtype.itemsize)
+            lasting["student's finished expert"] = Bytes(device=numel * engine.dtype.itemsize)
         step = {use: Bytes(transient=n) for use, n in transient.items()}
         passes = step | {ACTIVATIONS: saved} | self._compared() | self._unpacked(engine)
         optimizer = step | {CAST: Bytes(transient=2 * cast)} if cast else {}
@@ -239,7 +238,7 @@ class _Planner:
             passes["gloo's copy of a bucket"] = Bytes(transient=bucket_bytes(self.network, engine))
             optimizer["gloo's copies of the weights"] = Bytes(transient=spread)
         gathered = {use: b for use, b in step.items() if use == f"student's {GATHERED}{IN_STEP}"}
-        return kept, gathered, {"student": passes, "optimizer": optimizer}
+        return lasting, gathered, {"student": passes, "optimizer": optimizer}
 
     def _other(self, other: NetworkPlan) -> tuple[Parts, dict[str, Parts], Parts]:
         """Memory of a network beside the student: what is kept, alternatives of its updates, its slope's."""
@@ -248,7 +247,7 @@ class _Planner:
         network = other.parameters
         parts = student_parts(network, 1, engine, ranks, accelerator=self.gpu)
         saved = self.saved(other.config, engine, j.batch.micro * (2 if has_heads else 1))
-        kept = {f"{name}'s {use}": replace(b, transient=0) for use, b in parts.items()}
+        lasting = {f"{name}'s {use}": replace(b, transient=0) for use, b in parts.items()}
         step = {f"{name}'s {use}{IN_STEP}": Bytes(transient=b.transient) for use, b in parts.items()}
         optimizer = {f"{name}'s gradients in float32": Bytes(transient=2 * cast_bytes(network, engine))}
         if not self.gpu and ranks > 1:
@@ -261,7 +260,7 @@ class _Planner:
             held = engine.replaced(**{RECOMPUTED: {}}) if arrive else engine.without_recompute
             whole = self.saved(other.config, held, j.batch.micro)
             slope = {f"{name}'s activations, of a slope": whole} | self._unpacked(held)
-        return kept, steps, slope
+        return lasting, steps, slope
 
     def _prepare(self) -> PhasePeak:
         """Text encoder, VAE and teacher work one after the other."""
@@ -285,12 +284,12 @@ class _Planner:
         else:
             room = room_of_a_rank(m.host_free, m.ranks_on_node) - libraries.host
         # the rest comes from CPU memory, or is read from disk, see `wan.loaded_components.offload_kwargs`
-        kept = min(need.weights, max(room - need.work, need.weights // LEAST_PART))
-        held = need.weights if self.gpu else kept
+        there = min(need.weights, max(room - need.work, need.weights // LEAST_PART))
+        held = need.weights if self.gpu else there
         return {
             "loading the text encoder": {"text encoder": Bytes(host=held), "its file": Bytes(node=file)},
             "prompts": {
-                "text encoder": Bytes(transient=kept, host=held - kept),
+                "text encoder": Bytes(transient=there, host=held - there),
                 "text encoder's activations": Bytes(transient=need.work),
             },
         }
@@ -299,16 +298,16 @@ class _Planner:
         """Media are encoded one by one."""
         height, width, frames = self.size
         pixels = {"pixels as they were read": Bytes(host=4 * 3 * frames * height * width)}
-        kept = self._libraries(EARLY) | pixels
-        vae, work = self._coding("encode", (1, 3, frames, height, width), kept)
+        beside = self._libraries(EARLY) | pixels
+        vae, work = self._coding("encode", (1, 3, frames, height, width), beside)
         nbytes = self.job.folder.image_encoder_bytes
         return vae | work | pixels | ({"image encoder": Bytes(device=nbytes)} if nbytes else {})
 
-    def _draw(self, kept: Parts, call: Parts, gathered: Parts) -> PhasePeak:
+    def _draw(self, networks: Parts, call: Parts, gathered: Parts) -> PhasePeak:
         """The VAE stays for the whole phase and decodes one sample at a time; there is no backward pass."""
         j, gpu = self.job, self.gpu
         latent = j.folder.latent_shape(j.size.height, j.size.width, j.size.num_frames)
-        held = self.base | kept | self._clips()
+        held = self.base | networks | self._clips()
         vae, decode = self._coding("decode", (1, *latent), held)
         how = {"accelerator": gpu, "sharers": self.sharers}
         work, _ = call_bytes(j.student_transformer, j.student_engine, self.latent, j.batch.micro, **how)
@@ -331,13 +330,13 @@ class _Planner:
         pixels = STILLS * height * width + frames * min(tile_h, height) * min(tile_w, width)
         return {"clips that are drawn": Bytes(host=2 * number * 3 * pixels)}
 
-    def _coding(self, call: str, shape: tuple[int, ...], kept: Parts) -> tuple[Parts, Parts]:
+    def _coding(self, call: str, shape: tuple[int, ...], beside: Parts) -> tuple[Parts, Parts]:
         """Memory of the VAE, which comes to an accelerator through CPU memory, and of its call.
 
         Args:
-            call: `encode` or `decode`; in tiles if it does not fit whole beside what is `kept`.
+            call: `encode` or `decode`; in tiles if it does not fit whole `beside` what is there.
         """
-        m, held = self.machine, total(kept)
+        m, held = self.machine, total(beside)
         if self.gpu:
             room = m.device_free - reserve(m.device_free, PIECES) - held.device - held.transient
         else:

@@ -21,9 +21,8 @@ from wandistiller.engine.engine_config import RECOMPUTED
 from wandistiller.engine.preflight import config_problems
 from wandistiller.engine.zero_memory import Bytes, Topology
 from wandistiller.planner.disk import on_its_disk, swap_folder
-from wandistiller.planner.machine import Demand, Machine, demands, this_machine
+from wandistiller.planner.machine import Demand, Machine, demands, moments, this_machine
 from wandistiller.planner.peak_memory import plan
-from wandistiller.planner.phase_peak import moments
 from wandistiller.student.trainable import tuning_problems
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.teacher.quantized import Weights, missing_problems
@@ -57,7 +56,7 @@ FORMATS = (None, "int8", "nf4")
 """Formats of the teacher's weights in the shipped JSONs, the exact one first."""
 ENOUGH = 6000
 """Tokens of a micro-step, as of four images of 480x832, beside which what moves in each counts little."""
-OWN = "as given"
+AS_IS = "as given"
 """Instead of a file's name, for an engine that is not chosen."""
 NEAREST = 3
 """Number of combinations in the error message."""
@@ -79,11 +78,6 @@ class Choice(NamedTuple):
     takes: list[Bytes]
     """Of a rank at each moment."""
 
-    @property
-    def files(self) -> tuple[str, str]:
-        """Both JSONs, where both were chosen."""
-        return f"ds_configs/student/{self.student}.json", f"ds_configs/teacher/{self.teacher}.json"
-
     def demands(self, machine: Machine) -> list[Demand]:
         return [d for d in demands(self.takes, machine) if d.need]
 
@@ -95,18 +89,17 @@ class Choice(NamedTuple):
         """The demand of which most is missing, or least is left."""
         return max(self.demands(machine), key=lambda d: d.over)
 
-    def why(self, machine: Machine) -> str:
+    def lines(self, machine: Machine) -> list[str]:
         needed = self.demands(machine)
         free = " and ".join(d.supply for d in needed)
-        return f"takes {' and '.join(map(str, needed))} at most; free are {free}"
-
-    def lines(self, machine: Machine) -> list[str]:
-        return [f"chosen    {self}", f"          {self.why(machine)}"]
+        why = f"takes {' and '.join(map(str, needed))} at most; free are {free}"
+        return [f"chosen    {self}", f"          {why}"]
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The engines of this run as recipe keys: file names where those suffice, else the content."""
-        j, (student, teacher) = self.job, self.files
+        """Both chosen engines as recipe keys: file names where those suffice, else the content."""
+        j, student = self.job, f"ds_configs/student/{self.student}.json"
+        teacher = f"ds_configs/teacher/{self.teacher}.json"
         batch = {TOTAL: j.batch.total, MICRO: j.batch.micro}
         content = j.student_engine.without(*BATCH_KEYS).replaced(**batch).raw
         is_shipped = student_engine(shipped_json(student), j.batch.ranks) == j.student_engine
@@ -223,10 +216,10 @@ def pairs(
         weights: format of the teacher's, if it is chosen.
     """
     student, teacher = choose
-    placements = [*_teachers(job, machine, here, weights)] if teacher else [(OWN, job.teacher)]
+    placements = [*_teachers(job, machine, here, weights)] if teacher else [(AS_IS, job.teacher)]
     alone = machine.ranks == 1
     names = [sorted(group, key=lambda name: alone and name != "zero0") for group in STUDENTS]
-    groups = [[*_students(job, machine, group, here)] for group in names] if student else [[(OWN, [job])]]
+    groups = [[*_students(job, machine, group, here)] for group in names] if student else [[(AS_IS, [job])]]
     return [
         Pair(name, place, [replace(size, teacher=placement) for size in sizes], number)
         for number, group in enumerate(groups)
@@ -239,7 +232,7 @@ def _students(
     job: Job, machine: Machine, names: Iterable[str], here: bool
 ) -> Iterator[tuple[str, list[Job]]]:
     """The run with each of these engines that goes with its other settings, in every possible micro-batch."""
-    own = job.student_engine.without(*BATCH_KEYS, *SECTIONS)
+    unchosen = job.student_engine.without(*BATCH_KEYS, *SECTIONS)
     tuned = replace(job.run, lora=None)  # of its checks, which take a second, none is about the engine
     for name in names:
         shipped = shipped_json(f"ds_configs/student/{name}.json").raw
@@ -247,7 +240,7 @@ def _students(
         if sections and not machine.topology.accelerator:
             continue  # activations are in CPU memory anyway
         sections += [key for key in SECTIONS if key in shipped]
-        sizes = [*_micro_batches(job, own.replaced(**{key: shipped[key] for key in sections}))]
+        sizes = [*_micro_batches(job, unchosen.replaced(**{key: shipped[key] for key in sections}))]
         if not sizes or tuning_problems(tuned, job.student_transformer, sizes[0].student_engine):
             continue
         if not (here and config_problems(sizes[0].student_engine)):
@@ -268,11 +261,11 @@ def _teachers(job: Job, machine: Machine, here: bool, weights: Weights) -> Itera
 
     In the run's own format every placement that holds it, in another the shipped JSONs that name it.
     """
-    engine, own = job.teacher.engine, weights == job.teacher.weights
-    keys = {key for key in Placement.keys() if own or key != "weights"}
-    given = {key: value for key, value in engine.block.items() if key in keys}
-    for name, placement in teachers(engine.precision, machine.topology, None if own else weights):
-        placement = with_keys(placement, **given)
+    engine, is_same = job.teacher.engine, weights == job.teacher.weights
+    keys = {key for key in Placement.keys() if is_same or key != "weights"}
+    block = {key: value for key, value in engine.block.items() if key in keys}
+    for name, placement in teachers(engine.precision, machine.topology, None if is_same else weights):
+        placement = with_keys(placement, **block)
         lacks = missing_problems(engine, weights) + config_problems(placement.engine) if here else []
         if not placement.weights_problems() + lacks:
             yield name, placement
@@ -341,9 +334,8 @@ def chosen(job: Job, machine: Machine, here: bool = False) -> Choice:
         return best
     tried = formats(job, choose, exact=True)
     every = [pair for weights in tried for pair in pairs(job, machine, choose, here, weights)]
-    near = sorted(
-        (pair.choice(pair.sizes[0], machine) for pair in every), key=lambda one: one.tightest(machine).over
-    )[:NEAREST]
+    smallest = (pair.choice(pair.sizes[0], machine) for pair in every)
+    near = sorted(smallest, key=lambda choice: choice.tightest(machine).over)[:NEAREST]
     needs = "; ".join(f"{choice} would need {choice.tightest(machine)}" for choice in near)
     free = ", ".join(d.supply for d in near[0].demands(machine))
     raise ConfigError(f"Nothing that could be chosen fits. Free are {free}. Nearest come: {needs}. {HELPS}.")

@@ -134,7 +134,7 @@ def _partitioned(
     part, all_parts = (partition_bytes(sizes, ranks) // item for sizes in (trained, every))
     group = min(part, engine.zero.sub_group_size)
     reused = engine.zero.max_reuse_distance
-    kept, transient = gathered_bytes(every, engine, ranks, reused)
+    persistent, transient = gathered_bytes(every, engine, ranks, reused)
     held = _held_bytes(every, engine) if transient else 0
     in_cpu = min(all_parts, engine.offload("param").get("max_in_cpu", 10**9))
     weights = {
@@ -160,7 +160,7 @@ def _partitioned(
         MASTERS: masters,
         GRADIENTS: gradients,
         BUCKETS: Bytes(bucket, transient=max(bucket, later)),
-        GATHERED: Bytes(kept, transient),
+        GATHERED: Bytes(persistent, transient),
         HELD: Bytes(transient=held),
     }
 

@@ -8,8 +8,7 @@ from wandistiller.experts import Expert
 from wandistiller.network.activation_memory import call_bytes
 from wandistiller.network.config import NetworkConfig
 from wandistiller.network.folder import Folder
-from wandistiller.planner.machine import Machine
-from wandistiller.planner.phase_peak import Parts
+from wandistiller.planner.machine import Machine, Parts
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.utils.memoize import once_for_each
 
@@ -54,7 +53,7 @@ def teacher_parts(
     if not placement.memory_known:
         return {}, {}
     folder, sharers = job.folder.only(job.networks.teacher), placement.sharers(machine.topology)
-    weights = teacher_bytes(folder, placement, sharers)
+    held = teacher_bytes(folder, placement, sharers)
     batch = samples * max(1, branches(job) // placement.guidance_passes)
     on_gpu = gpu and not placement.on_cpu
     sharers = sharers_of_a_call(job)
@@ -64,15 +63,15 @@ def teacher_parts(
     unpacked, behind = map(max, zip(*each, strict=True))
     activations += unpacked
     pinned = gpu and engine.offload("param").get("pin_memory")
-    host = weights.host + placement.overhead()
-    kept = replace(weights, transient=0, host=host, pinned=weights.host if pinned else 0)
+    host = held.host + placement.overhead()
+    weights = replace(held, transient=0, host=host, pinned=held.host if pinned else 0)
     if placement.on_one_rank and not gpu:  # once in a node's CPU memory
-        kept = Bytes(node=kept.device)
+        weights = Bytes(node=weights.device)
     work = Bytes(host=activations) if placement.on_cpu else Bytes(transient=activations)
-    late = behind if on_gpu and weights.transient else 0  # a single rank's own shards are used where they lie
-    arriving = Bytes(transient=weights.transient + late)
+    late = behind if on_gpu and held.transient else 0  # a single rank's own shards are used where they lie
+    arriving = Bytes(transient=held.transient + late)
     read = added_parts(job) if placement.reads_at_calls else {}
-    return {"teacher's weights": kept} | read, {
+    return {"teacher's weights": weights} | read, {
         "teacher's weights on their way": arriving,
         "a call of the teacher": work,
     }
@@ -81,7 +80,7 @@ def teacher_parts(
 @once_for_each
 def added_sizes(folder: Folder, experts: tuple[Expert, ...]) -> tuple[int, int]:
     """Elements of the factors of LoRA files in all of these networks, and of the largest changed weight."""
-    changes = [one for expert in experts for one in folder.added_changes(expert, weights=False).values()]
+    changes = [pair for e in experts for pair in folder.added_changes(e, weights=False).values()]
     factors = sum(a.numel() + b.numel() for a, b in changes)
     return factors, max((len(b) * a.shape[1] for a, b in changes), default=0)
 

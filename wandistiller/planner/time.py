@@ -6,7 +6,7 @@ ranks send each other.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Annotated, Any
@@ -73,7 +73,7 @@ class Rates:
 
 def usual_rates(machine: Machine) -> Rates:
     """Return SHARE of the peak of the GPU, known by its name or its memory; without GPUs a CPU's rate."""
-    if (size := machine.device_size) is None:
+    if (size := machine.device_total or machine.device_free) is None:
         return Rates(CPU, DISK)
     by_name = (part for part in PEAKS if re.search(rf"{part}(?!\d)", machine.device_name))
     by_size = BY_MEMORY[max((gib for gib in BY_MEMORY if gib <= 1.1 * size / GIB), default=min(BY_MEMORY))]
@@ -81,16 +81,16 @@ def usual_rates(machine: Machine) -> Rates:
     return Rates(SHARE * peak, pcie)
 
 
-def override_rates(usual: Rates, given: dict[str, Any]) -> Rates:
+def override_rates(usual: Rates, rates: dict[str, Any]) -> Rates:
     """Replace the rates that the user gives.
 
     Raises:
         ConfigError: for other keys than those of Rates, and for values that are no positive numbers.
     """
-    problems, given = check("command line", given, types_of(Rates), "rates.")
+    problems, checked = check("command line", rates, types_of(Rates), "rates.")
     if problems:
         raise ConfigError(*problems)
-    return replace(usual, **given)
+    return replace(usual, **checked)
 
 
 def passes(job: Job, updates: Sequence[str] = ()) -> dict[str, Passes]:
@@ -102,15 +102,11 @@ def passes(job: Job, updates: Sequence[str] = ()) -> dict[str, Passes]:
     made = passes_asked(job, updates)
     for role, each in made.items():
         if each.backward:
-            again = each.backward * _recomputed(job, role)
-            made[role] = each._replace(forward=each.forward + again)
+            config, engine = _network(job, role)[0], job.student_engine
+            engine = engine if role == STUDENT else job.networks.others[role].engine
+            again = _mean(job, config, lambda flops, engine=engine: flops.recomputed(engine.recompute))
+            made[role] = each._replace(forward=each.forward + each.backward * again)
     return made
-
-
-def _recomputed(job: Job, role: str) -> float:
-    config, engine = _network(job, role)[0], job.student_engine
-    engine = engine if role == STUDENT else job.networks.others[role].engine
-    return _mean(job, config, lambda flops: flops.recomputed(engine.recompute))
 
 
 def _network(job: Job, role: str) -> tuple[NetworkConfig, float]:
@@ -174,8 +170,10 @@ class Times:
 
     def rollouts(self) -> float:
         """Seconds of the teacher's rollouts, without those that the stages before have made."""
-        j, at_once = self.job, self.job.run.prepare_batch
-        before = max(map(rollouts_of, _with_same_rollouts(j)), default=0)
+        j, at_once, before = self.job, self.job.run.prepare_batch, 0
+        stage = j
+        while stage := stage.previous:  # the same rollouts are in the same cache
+            before = max(before, rollouts_of(stage) * (_rollouts_key(stage) == _rollouts_key(j)))
         computing = branches(j) * self.call(TEACHER, at_once)
         call = max(computing, self._passes() * self._fetching()) / at_once
         return max(0, rollouts_of(j) - before) / j.batch.ranks * j.run.rollout_steps * call
@@ -210,14 +208,6 @@ def rollouts_of(job: Job) -> int:
     """Return how many samples of prompts without media the run's updates read."""
     samples = int(job.items.made.sum()) * job.run.rollouts_per_prompt
     return min(samples, len(job.updates_with_latents) * job.batch.total)
-
-
-def _with_same_rollouts(job: Job) -> Iterator[Job]:
-    """Yield the stages before whose teacher makes the same rollouts, into the same cache."""
-    stage = job
-    while stage := stage.previous:
-        if _rollouts_key(stage) == _rollouts_key(job):
-            yield stage
 
 
 def _rollouts_key(job: Job) -> tuple[Any, ...]:

@@ -1,6 +1,5 @@
 """Calibration: means, mean squares and second moments of a network's activations, collected by hooks."""
 
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -12,10 +11,8 @@ from torch import Tensor, nn
 
 from wandistiller.batch import Batch, padded
 from wandistiller.data.cached_dataset import CachedData
-from wandistiller.data.tensor_cache import Measured
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
-from wandistiller.distributed.shutdown import Stopped
 from wandistiller.experts import Expert, expert_at
 from wandistiller.flow import FlowSchedule, band_name, with_noise
 from wandistiller.student.pruning import CalibrationStats, InputMoments
@@ -23,8 +20,6 @@ from wandistiller.utils.logging import heartbeat
 from wandistiller.wan.structure import CONDITION, IMAGE_NORM, NORMED, STREAM_NORMS, TEXT_READER
 from wandistiller.wan.text_padding import TEXT_TOKENS
 
-CALLS = "calls"
-"""Name of the number of calls in a file of sums."""
 AT_ONCE = 2**24
 """Elements converted to float64 at once: a video of Wan 14B has 1.8 x 10^9 hidden units."""
 
@@ -60,56 +55,24 @@ class _Sums:
         image_DD = products["image"].float() if "image" in products else None
         return CalibrationStats(moments, products["stream"].float(), text_DD.float(), image_DD)
 
-    def tensors(self, calls: int) -> dict[str, Tensor]:
-        """Return the sums after a number of calls, by names for a file."""
-        named = {
-            f"{kind}/{name}/{i}": total
-            for kind, sums in self._kinds.items()
-            for name, totals in sums.items()
-            for i, total in enumerate(totals)
-        }
-        return named | {CALLS: torch.tensor(calls)}
-
-    def load(self, tensors: dict[str, Tensor]) -> int:
-        """Take the sums of a file; return the calls that they are of, 0 without any."""
-        for key in sorted(tensors.keys() - {CALLS}):  # so that the parts of a sum are in order
-            kind, name, _ = key.split("/")
-            self._kinds[kind].setdefault(name, []).append(tensors[key])
-        return int(tensors[CALLS]) if tensors else 0
-
 
 def _add(sums: dict[str, list[Tensor]], name: str, *new: Tensor) -> None:
     totals = sums.setdefault(name, [torch.zeros_like(t, dtype=torch.float64) for t in new])
     for i, t in enumerate(new):
-        totals[i] = totals[i].to(t.device).add_(t)  # those of a file begin on the CPU
-
-
-SAVE_SECONDS = 60.0
-"""Time of measuring after which the sums so far are saved; what is shorter is measured again."""
+        totals[i] = totals[i].to(t.device).add_(t)
 
 
 def measure(
-    networks: Collection[nn.Module],
-    calls: Sequence[Callable[[], object]],
-    measured: Measured | None = None,
-    name: str = "",
-    owner: int = 0,
+    networks: Collection[nn.Module], calls: Sequence[Callable[[], object]]
 ) -> CalibrationStats | None:
     """Make `calls`, which use `networks`; return joint statistics of their activations, None without any.
 
-    Collective if the calls are, or `measured` is given.
-
-    Args:
-        measured: where the sums of a long measurement are kept under `name` by rank `owner`, whose results
-            alone are whole where a run goes on from them.
+    Collective.
 
     Raises:
-        Stopped: on all ranks, after a call, if `measured` is given and any rank received a request to stop.
+        Stopped: on all ranks, after a call, if any rank received a request to stop.
     """
-    is_owner, sums, done = collectives.rank() == owner, _Sums(), 0
-    if measured:
-        done = collectives.broadcast_object(sums.load(measured.read(name)) if is_owner else 0, owner)
-    saved = time.monotonic()
+    sums = _Sums()
     with ExitStack() as hooks, torch.no_grad():
         if any("forward" in vars(m) for network in networks for m in network.modules()):
             # blocks that were compiled in an earlier call see no hook inside of them (torch 2.13)
@@ -118,15 +81,10 @@ def measure(
             for module_name, module in network.named_modules():
                 if add := _adder(sums, module_name, module):
                     hooks.enter_context(module.register_forward_pre_hook(partial(_in_parts, add)))
-        progress = Progress("activations of the teacher", len(calls) - done, "call")
-        for number, call in enumerate(calls[done:], done + 1):
+        progress = Progress("activations of the teacher", len(calls), "call")
+        for call in calls:
             progress.counting(call)()
-            stops = measured and collectives.is_stop_requested()
-            if measured and is_owner and (stops or time.monotonic() - saved > SAVE_SECONDS):
-                measured.write(name, sums.tensors(number))
-                saved = time.monotonic()
-            if stops:
-                raise Stopped("while the teacher was measured (finished calls are kept)")
+            collectives.raise_if_stop_requested("while the teacher was measured")
     return sums.statistics() if sums.vectors else None
 
 

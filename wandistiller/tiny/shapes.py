@@ -38,7 +38,7 @@ COLOURS: dict[str, tuple[float, float, float]] = {
     "white": (0.97, 0.97, 0.97),
     "black": (0.05, 0.05, 0.05),
 }
-PLACES: dict[str, tuple[float, float]] = {
+CENTRES: dict[str, tuple[float, float]] = {
     "left": (17.0, 32.0),
     "right": (47.0, 32.0),
     "top": (32.0, 17.0),
@@ -51,7 +51,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "colour": tuple(COLOURS),
     "shape": SHAPES,
     "background": tuple(COLOURS),
-    "place": tuple(PLACES),
+    "place": tuple(CENTRES),
 }
 TEMPLATES = (
     "a {colour} {shape} on a {background} background, {place}",
@@ -90,7 +90,7 @@ class Scene(Described):
     place: str
 
 
-_SCENES = (Scene(*names) for names in product(COLOURS, SHAPES, COLOURS, PLACES) if names[0] != names[2])
+_SCENES = (Scene(*names) for names in product(COLOURS, SHAPES, COLOURS, CENTRES) if names[0] != names[2])
 SPECS = {str(scene): scene for scene in _SCENES}
 """All 1120 scenes by canonical prompt, in a fixed order."""
 
@@ -137,7 +137,7 @@ def render(prompt: str, seed: int | None = None) -> Tensor:
     """
     scene = SPECS[prompt]
     dx, dy, dsize = jitter(prompt, seed)
-    centre_x, centre_y = PLACES[scene.place]
+    centre_x, centre_y = CENTRES[scene.place]
     radius_px = SHAPE_RADIUS_PX * (1 + SIZE_JITTER * dsize)
     grid = (torch.arange(IMAGE_SIZE * SUPERSAMPLING) + 0.5) / SUPERSAMPLING
     x_W = (grid - centre_x - POSITION_JITTER_PX * dx) / radius_px
@@ -163,7 +163,7 @@ def fully_right(image_BCHW: Tensor, prompts: list[str]) -> list[bool]:
     # |a - b|^2 = |a|^2 - 2 a.b + |b|^2, and |a|^2 does not change which candidate is nearest.
     distance_BN = candidate_ND.square().sum(1) - 2 * image_BD @ candidate_ND.T
     names, nearest_B = list(SPECS), distance_BN.argmin(1).tolist()
-    return [names[nearest] == own for nearest, own in zip(nearest_B, prompts, strict=True)]
+    return [names[nearest] == prompt for nearest, prompt in zip(nearest_B, prompts, strict=True)]
 
 
 def mse_to_prompts(image_BCHW: Tensor, prompts: list[str]) -> Tensor:

@@ -59,7 +59,8 @@ def nearest(clip_BCFHW: Tensor, *, begins: bool = False) -> list[str]:
 
 def fully_right(clip_BCFHW: Tensor, prompts: list[str], *, begins: bool = False) -> list[bool]:
     """Return whether the nearest canonical clip of each clip in [0, 1] is its prompt's."""
-    return [found == own for found, own in zip(nearest(clip_BCFHW, begins=begins), prompts, strict=True)]
+    names = nearest(clip_BCFHW, begins=begins)
+    return [name == prompt for name, prompt in zip(names, prompts, strict=True)]
 
 
 def mse_to_prompts(clip_BCFHW: Tensor, prompts: list[str], *, begins: bool = False) -> Tensor:

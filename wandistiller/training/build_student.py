@@ -15,7 +15,7 @@ from wandistiller.config.identity import write_resolved
 from wandistiller.config.job import Job
 from wandistiller.config.networks import copied_experts
 from wandistiller.data.cached_dataset import CachedData
-from wandistiller.data.tensor_cache import Measured, batches_digest
+from wandistiller.data.tensor_cache import Measured
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks, whole_sequences
@@ -41,7 +41,7 @@ from wandistiller.student.slicing import WidthSlicer
 from wandistiller.teacher.base import Teacher, local_networks, owner_rank, without_guidance
 from wandistiller.training.networks import NetworkBuilder
 from wandistiller.utils.errors import ConfigError
-from wandistiller.utils.files import digest, write_json
+from wandistiller.utils.files import write_json
 from wandistiller.utils.logging import set_activity
 
 SHARE_AT_START, FEWEST_AT_START = 0.01, 4
@@ -132,9 +132,7 @@ def plan_pruning(job: Job, data: CachedData, teacher: Teacher) -> tuple[Job, dic
         modules = {network.module for e, network in local_networks(teacher).items() if e in served}
         calls, owner = [partial(teacher.velocity, b) for b in used], owner_rank(teacher)
         with whole_sequences(modules):  # statistics of all patches
-            measured = measure(
-                modules, calls, data.measured, digest("activations", batches_digest(used)), owner
-            )
+            measured = measure(modules, calls)
         here = collectives.rank() == owner
         plan = plan_cuts(job.student, job.student_transformer, job.folder, expert, measured) if here else None
         cuts[expert] = collectives.broadcast_object(plan, owner)

@@ -10,7 +10,7 @@ from torch import Tensor
 from wandistiller.batch import STUDENT
 from wandistiller.config.job import Job
 from wandistiller.config.run_config import AUTO, DEFAULT_ENGINE
-from wandistiller.data.micro_batches import MicroBatches
+from wandistiller.data.cached_dataset import MicroBatches
 from wandistiller.distributed import collectives
 from wandistiller.monitoring.metrics import finite_or_none
 from wandistiller.training.step_result import MicroStepResult

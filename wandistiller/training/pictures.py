@@ -14,7 +14,7 @@ from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.conditions import Conditions, still
 from wandistiller.data.dataset import PromptItem
 from wandistiller.data.media import MediaError
-from wandistiller.data.media_cache import Sample
+from wandistiller.data.tensor_cache import Sample
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import LINE_SECONDS, Progress
 from wandistiller.distributed.round_robin import batched

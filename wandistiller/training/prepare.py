@@ -15,8 +15,7 @@ from wandistiller.data.dataset import SHOWN, MediaType, PromptItem
 from wandistiller.data.latent_cache import LatentCache
 from wandistiller.data.lines import caption
 from wandistiller.data.media import RECORD, Size, record_media
-from wandistiller.data.media_cache import Sample
-from wandistiller.data.tensor_cache import Measured
+from wandistiller.data.tensor_cache import Measured, Sample
 from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks, whole_sequences
 from wandistiller.evaluation.velocity_error import SAMPLES, in_words, quantization_error

@@ -16,9 +16,8 @@ from wandistiller.checkpoint.manifest import steps
 from wandistiller.checkpoint.resume import NOT_RECORDED, changed_keys, set_newer_aside
 from wandistiller.config.identity import recorded
 from wandistiller.config.job import Job
-from wandistiller.data.cached_dataset import CachedData
+from wandistiller.data.cached_dataset import CachedData, MicroBatches
 from wandistiller.data.conditions import Conditions
-from wandistiller.data.micro_batches import MicroBatches
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.shutdown import Stopped

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from wandistiller.batch import STUDENT, Prediction, State
 from wandistiller.config.job import Job, rolled_out, swept
-from wandistiller.data.micro_batches import MicroBatches
+from wandistiller.data.cached_dataset import MicroBatches
 from wandistiller.distributed.device import make_current, on_accelerator
 from wandistiller.network.sweep import block_by_block
 from wandistiller.objectives.script import TEACHER, Ask, Learn, Play, Question, Slope, played

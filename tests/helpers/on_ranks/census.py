@@ -43,9 +43,9 @@ def planned(job: Job) -> dict[str, Any]:
     """Bytes of this rank in training: all the time, and in each turn."""
     ranks = collectives.world_size()
     phase = plan(job, replace(machine_now(), ranks=ranks, ranks_on_node=ranks))["train"]
-    phase.kept["teacher's weights"] += Bytes(host=-job.teacher.overhead())
-    del phase.kept["libraries"]
-    turns = {"all the time": phase.kept, **phase.alternatives}
+    phase.lasting["teacher's weights"] += Bytes(host=-job.teacher.overhead())
+    del phase.lasting["libraries"]
+    turns = {"all the time": phase.lasting, **phase.alternatives}
     return {turn: {what: b.host + b.node for what, b in parts.items()} for turn, parts in turns.items()}
 
 

@@ -12,7 +12,7 @@ from trainers import trainer_of
 
 from wandistiller.data.dataset import PromptItem
 from wandistiller.data.media import Size
-from wandistiller.data.media_cache import MediaCache, Sample
+from wandistiller.data.tensor_cache import MediaCache, Sample
 from wandistiller.distributed import collectives
 from wandistiller.utils.errors import Problems
 

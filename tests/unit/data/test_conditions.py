@@ -13,7 +13,7 @@ from wandistiller.data.conditions import Conditions, given_frames
 from wandistiller.data.dataset import PromptItem
 from wandistiller.data.latent_cache import LatentCache, Rollouts
 from wandistiller.data.media import MediaError, MediaReader, Size
-from wandistiller.data.media_cache import Sample
+from wandistiller.data.tensor_cache import Sample
 from wandistiller.wan.folder import WanFolder
 from wandistiller.wan.pipeline import open_wan
 

@@ -150,7 +150,7 @@ def test_a_cache_that_has_all_prompts_in_whatever_order_loads_no_encoder(
 ) -> None:
     filled(tmp_path, wan2, ["a", "red", "blue", "left"])
     before = shards(tmp_path)
-    monkeypatch.setattr("wandistiller.wan.folder.Encoder", None)  # to load one would raise
+    monkeypatch.setattr("wandistiller.wan.loaded_components.Encoder", None)  # to load one would raise
     text = filled(tmp_path, wan2, ["left", "red", "a"])
     assert shards(tmp_path) == before
     assert near(

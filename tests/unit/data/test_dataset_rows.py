@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from wandistiller.data.dataset import PromptItem, read_dataset
-from wandistiller.evaluation.items import read_items
+from wandistiller.evaluation.candidates import read_items
 from wandistiller.utils.errors import ConfigError
 
 

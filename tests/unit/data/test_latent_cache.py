@@ -19,7 +19,7 @@ from wandistiller.batch import Batch, Conditioning
 from wandistiller.data.dataset import PromptItem
 from wandistiller.data.latent_cache import LatentCache, Rollouts
 from wandistiller.data.media import MediaReader, Size
-from wandistiller.data.media_cache import Sample
+from wandistiller.data.tensor_cache import Sample
 from wandistiller.experts import Expert
 from wandistiller.network.sampling import denoise
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher
@@ -234,7 +234,7 @@ def test_a_complete_cache_needs_neither_vae_nor_teacher_and_one_of_another_shift
     image = Sample(PromptItem("b", picture(tmp_path / "a.png")), SIZE)
     fill(cache_in(tmp_path, wan1), wan1, [*made("a"), image])
     with monkeypatch.context() as without:
-        without.setattr("wandistiller.wan.folder.Vae", None)
+        without.setattr("wandistiller.wan.loaded_components.Vae", None)
         assert fill(cache_in(tmp_path, wan1), wan1, [*made("a"), image]) == []
     for other in (Rollouts(2, 2, True, 0, 5.0), Rollouts(2, 2, True, 1, 3.0), Rollouts(3, 2, True, 0, 3.0)):
         changed = cache_in(tmp_path, wan1, other)

@@ -19,7 +19,7 @@ from wandistiller.data.cached_dataset import AllSamples
 from wandistiller.data.dataset import PromptDataset, read_dataset
 from wandistiller.data.latent_cache import LatentCache, Rollouts
 from wandistiller.data.media import LETTERBOX, MediaError, MediaReader, Size, pixels_depend_on
-from wandistiller.data.media_cache import Sample
+from wandistiller.data.tensor_cache import Sample
 from wandistiller.utils.files import TINY, digest
 from wandistiller.wan.pipeline import open_wan
 

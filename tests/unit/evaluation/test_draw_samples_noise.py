@@ -9,7 +9,7 @@ from torch import Tensor
 
 from wandistiller.data.dataset import PromptItem
 from wandistiller.data.media import Size
-from wandistiller.data.media_cache import Sample
+from wandistiller.data.tensor_cache import Sample
 from wandistiller.evaluation.draw_samples import Sampling, draw
 from wandistiller.network.sampling import few_step_scheduler
 from wandistiller.utils.keyed_random import keyed_normal

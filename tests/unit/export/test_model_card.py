@@ -1,6 +1,5 @@
 """The front matter and the instructions of a model card, by what was exported and of which teacher."""
 
-import json
 import re
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,8 +24,6 @@ from wandistiller.export.formats.original import original_state, write_original_
 from wandistiller.export.model_card import split_step
 from wandistiller.export.output import write_file
 from wandistiller.export.source import Source, without_places
-from wandistiller.flow import RENOISE
-from wandistiller.network.sampling import few_step_scheduler, few_steps
 from wandistiller.wan.folder import WanFolder
 from wandistiller.wan.pipeline import open_wan
 
@@ -159,19 +156,17 @@ def evaluated(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("step", "picture"), [(5, "after 4"), (7, "after 7")])
-@pytest.mark.parametrize("measured", [None, 5, 7], ids=["not said", "of 5", "of 7"])
+@pytest.mark.parametrize("measured", [5, 7])
 def test_the_card_of_a_checkpoint_has_the_picture_up_to_its_step_and_the_figures_of_it_alone(
-    measured: int | None, step: int, picture: str, wan1: Path, evaluated: Path
+    measured: int, step: int, picture: str, wan1: Path, evaluated: Path
 ) -> None:
-    """An evaluation that does not say its step is taken for one of the last checkpoint."""
-    said = {} if measured is None else {"trained_steps": measured}
-    (evaluated / "evaluation.json").write_text(json.dumps(said))
+    write_json(evaluated / "evaluation.json", {"trained_steps": measured})
     source = about(open_wan(str(wan1)), evaluated, max_steps=step)
     source = source._replace(folder=evaluated / "checkpoints" / f"step_{step:08d}")
     write_pipeline_card(evaluated / "export", source, "")
     text = (evaluated / "export" / "README.md").read_text()
     assert (evaluated / "export" / "samples.png").read_text() == picture
-    assert ("| 1 | 2 |" in text) == (step == (measured or 7))
+    assert ("| 1 | 2 |" in text) == (step == measured)
 
 
 @pytest.mark.parametrize(
@@ -247,17 +242,3 @@ def test_what_is_published_names_no_place_on_the_machine() -> None:
         "nvme": [{"nvme_path": "me"}],
     }
     assert without_places({"teacher_path": ID}) == {"teacher_path": ID}
-
-
-@pytest.mark.parametrize("shift", [1.0, 3.0, 5.0, 8.0, 12.0])
-@pytest.mark.parametrize("own", [2, 4, 8])
-def test_with_the_card_s_settings_diffusers_takes_the_levels_of_sample_in_every_number_of_steps(
-    shift: float, own: int
-) -> None:
-    exported = few_step_scheduler(shift, own, RENOISE)
-    for steps in range(1, own):
-        scheduler = exported.from_config(exported.config, **model_card.fewer_steps(shift, steps))
-        scheduler.set_timesteps(steps)
-        assert scheduler.sigmas[:-1].tolist() == list(few_steps(shift, steps, None).sigmas)
-        trained = [shift * u / (1 + (shift - 1) * u) for u in (1 - k / steps for k in range(steps))]
-        assert scheduler.sigmas[:-1].tolist() == pytest.approx(trained, abs=0.002)

@@ -16,7 +16,7 @@ from states import state
 from torch import Tensor
 
 from wandistiller.batch import STUDENT, Conditioning, Prediction, State
-from wandistiller.data.micro_batches import MicroBatches
+from wandistiller.data.cached_dataset import MicroBatches
 from wandistiller.engine.batch_size import BatchSize
 from wandistiller.engine.engine_config import CheckpointPolicy
 from wandistiller.experts import Expert

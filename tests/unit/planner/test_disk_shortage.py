@@ -11,9 +11,8 @@ from wandistiller.cli.main import main
 from wandistiller.engine.ds_overrides import MICRO, TOTAL
 from wandistiller.planner import disk
 from wandistiller.planner.disk import shortages
-from wandistiller.planner.machine import demands
+from wandistiller.planner.machine import demands, moments
 from wandistiller.planner.peak_memory import plan
-from wandistiller.planner.phase_peak import moments
 from wandistiller.utils.files import read_json
 
 MANY = "--keep_checkpoints 1000000 --save_every 1 --max_steps 1000000".split()

@@ -12,8 +12,8 @@ from slow_cases import slow_but
 
 from wandistiller.cli.main import main
 from wandistiller.cli.plan_report import duration
+from wandistiller.planner.machine import most
 from wandistiller.planner.peak_memory import plan
-from wandistiller.planner.phase_peak import most
 from wandistiller.planner.time import Times, usual_rates
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB

@@ -14,9 +14,8 @@ from planned import published_job as job
 from safetensors.torch import save_file
 
 from wandistiller.engine.zero_memory import Bytes
-from wandistiller.planner.machine import Machine, demands
+from wandistiller.planner.machine import Machine, PhasePeak, demands, moments, most
 from wandistiller.planner.peak_memory import CONTEXT, CUBLAS, FREED, MIB, plan
-from wandistiller.planner.phase_peak import PhasePeak, moments, most
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB, room_of_a_rank
 from wandistiller.wan.components import UMT5_XXL
@@ -69,7 +68,7 @@ def test_a_rank_starts_from_all_weights_of_both_networks_in_float32(published: P
 
 
 def test_a_14b_on_cpu_memory_leaves_a_gpu_its_small_parameters_and_the_student(published: Path) -> None:
-    parts = plan(job(published, ONE_24), ONE_24)["train"].kept
+    parts = plan(job(published, ONE_24), ONE_24)["train"].lasting
     student = 2 * sum(job(published, ONE_24).student_transformer.numels.values())
     assert parts["student's weights"].device == pytest.approx(student, rel=1e-6)
     assert parts["teacher's weights"].host == pytest.approx(26.67 * GIB, rel=3e-3)  # and its engine
@@ -129,17 +128,17 @@ def test_whole_clips_are_decoded_beside_teacher_student_and_vae(published: Path)
     frames = 40 * 3 * 480 * 832 * 4  # of float32, beside what decoding takes of any clip
     assert work == pytest.approx(8973 * MIB, rel=1e-3) and work - some == pytest.approx(frames, rel=0.05)
     draw = draws[81]
-    assert {"VAE", "teacher's weights", "student's weights"} <= set(draw.kept)
+    assert {"VAE", "teacher's weights", "student's weights"} <= set(draw.lasting)
 
 
 def test_clips_that_are_drawn_wait_on_the_cpu_in_8_bits_as_stills_and_as_small_as_they_play(
     published: Path,
 ) -> None:
     given = {"sample_prompts": [f"a circle {i}" for i in range(8)]}
-    kept = plan(job(published, EIGHT_80, num_frames=81, **given), EIGHT_80)["draw"].kept
+    kept = plan(job(published, EIGHT_80, num_frames=81, **given), EIGHT_80)["draw"].lasting
     a_clip = 3 * (3 * 480 * 832 + 81 * 111 * 192)  # eight tiles, gaps of 6 and labels in 1920
     assert kept["clips that are drawn"] == Bytes(host=2 * 8 * a_clip)
-    assert "clips that are drawn" not in plan(job(published, EIGHT_80, **given), EIGHT_80)["draw"].kept
+    assert "clips that are drawn" not in plan(job(published, EIGHT_80, **given), EIGHT_80)["draw"].lasting
 
 
 @pytest.mark.slow
@@ -196,13 +195,13 @@ def test_states_of_two_kinds_go_through_the_student_together(published: Path) ->
 
 def test_a_run_without_a_teacher_in_training_holds_none_there(published: Path) -> None:
     phases = plan(job(published, ONE_24, objective="trajectory"), ONE_24)
-    assert "teacher's weights" not in phases["train"].kept
+    assert "teacher's weights" not in phases["train"].lasting
     assert "teacher's weights" in phases["prepare"].alternatives["rollouts"]
 
 
 def test_adapters_of_a_7b_take_little_beside_its_weights(published: Path) -> None:
     def optimizer(**more: Any) -> int:
-        kept = plan(job(published, ONE_24, **more), ONE_24)["train"].kept
+        kept = plan(job(published, ONE_24, **more), ONE_24)["train"].lasting
         return sum(kept[f"student's {part}"].host for part in ("float32 weights and optimizer", "gradients"))
 
     lora = {"rank": 16, "targets": ["to_q"]}
@@ -229,7 +228,7 @@ def of_adapters(published: Path, **more: Any) -> dict[str, Bytes]:
     paths = ("teacher_path", "data_path", "output_dir")
     run = job(published, ONE_24, **{key: value for key, value in given.items() if key not in paths})
     phase = plan(run, ONE_24, coding=False)["train"]
-    return phase.kept | phase.alternatives["student"]
+    return phase.lasting | phase.alternatives["student"]
 
 
 def test_teacher_student_and_critic_have_the_base_once_and_two_blocks_of_it_on_the_gpu(
@@ -253,7 +252,7 @@ def test_a_critic_that_learns_at_the_student_s_samples_keeps_the_student_s_activ
         plan(job(published, ONE_24, objective=dmd2 | {"shared": shared}), ONE_24, coding=False)["train"]
         for shared in (False, True)
     )
-    assert alone.kept == both.kept
+    assert alone.lasting == both.lasting
     critics = [phase.alternatives["critic"] for phase in (alone, both)]
     beside = {use: b for use, b in critics[1].items() if use not in critics[0]}
     assert beside.keys() == alone.alternatives["student"].keys() - critics[0].keys()
@@ -278,7 +277,7 @@ def test_loras_added_to_a_teacher_are_in_cpu_memory_while_its_weights_are_read(
     read = phases["load"].alternatives["loading the teacher"]
     of = {"streamed": lambda b: b.host, "owner": lambda b: b.node}.get(placement)
     assert {use: of(b) for use, b in read.items()} == kept if of else read == {}
-    assert (kept.keys() <= phases["train"].kept.keys()) is (placement == "files")
+    assert (kept.keys() <= phases["train"].lasting.keys()) is (placement == "files")
     again = phases["load"].alternatives["start"]
     assert (kept.keys() <= again.keys()) is (placement == "owner")  # whose student has weights of its own
 
@@ -289,7 +288,7 @@ def test_a_checkpoint_of_adapters_takes_memory_for_one_of_their_tensors(publishe
         key: recipe[key] for key in ("lora", "deepspeed_config", "teacher_deepspeed_config", "batch_size")
     }
     phase = plan(job(published, ONE_24, **more), ONE_24, coding=False)["checkpoint"]
-    assert phase.kept["a tensor"].host == 4 * 64 * 5120
+    assert phase.lasting["a tensor"].host == 4 * 64 * 5120
 
 
 def test_checkpoints_in_cpu_memory_are_planned_there(published: Path) -> None:

@@ -10,9 +10,8 @@ from planned import published_job as job
 from slow_cases import slow_but
 
 from wandistiller.config.job import Job
-from wandistiller.planner.machine import Machine, demands
+from wandistiller.planner.machine import Machine, demands, moments
 from wandistiller.planner.peak_memory import plan
-from wandistiller.planner.phase_peak import moments
 from wandistiller.planner.resolve_auto import chosen
 from wandistiller.planner.time import Times
 

@@ -1,9 +1,7 @@
 """Students narrower than their teacher: the kept parts, and cuts that change nothing."""
 
 import math
-from collections.abc import Callable
 from dataclasses import astuple
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ from diffusers import WanTransformer3DModel
 from small_wan import small_transformer
 from torch import Tensor
 
-from wandistiller.data.tensor_cache import Measured
 from wandistiller.network.names import set_parameter
 from wandistiller.student import calibration
 from wandistiller.student.calibration import measure
@@ -205,28 +202,3 @@ def test_activations_of_blocks_that_were_compiled_in_an_earlier_call_are_measure
     measured = measure([network], [lambda: predict(network)])
     assert measured.moments.keys() == plain.moments.keys()
     assert torch.equal(measured.stream_DD, plain.stream_DD)
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_activations_that_were_summed_before_a_stop_are_not_computed_again(
-    small: WanTransformer3DModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(calibration, "SAVE_SECONDS", 0)
-    made: list[int] = []
-
-    def call(number: int) -> Callable[[], None]:
-        def use() -> None:
-            made.append(number)
-            if made == [0, 1, 2]:
-                raise InterruptedError
-            predict(small)
-
-        return use
-
-    calls = [call(n) for n in range(4)]
-    with pytest.raises(InterruptedError):
-        measure([small], calls, Measured(tmp_path), "sums")
-    measured, whole = measure([small], calls, Measured(tmp_path), "sums"), measure([small], calls)
-    assert made == [0, 1, 2, 2, 3, 0, 1, 2, 3]
-    assert torch.equal(measured.stream_DD, whole.stream_DD) and torch.equal(measured.text_DD, whole.text_DD)
-    assert all(torch.equal(m.square_D, whole.moments[name].square_D) for name, m in measured.moments.items())

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
-from wandistiller.data.media_cache import Sample
+from wandistiller.data.tensor_cache import Sample
 from wandistiller.training.pictures import PictureDrawer
 from wandistiller.training.prepare import _teacher_fingerprint, guided_teacher, prepare
 

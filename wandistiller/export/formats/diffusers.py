@@ -7,9 +7,8 @@ from pathlib import Path
 
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.data.media import LETTERBOX
-from wandistiller.export.formats.base import ExportFormat
 from wandistiller.export.model_card import HERE, student_sentence, write_card
-from wandistiller.export.output import check_folder, replaced
+from wandistiller.export.output import ExportFormat, check_folder, replaced
 from wandistiller.export.source import Source
 from wandistiller.flow import EULER
 from wandistiller.network.folder import Folder
@@ -81,8 +80,8 @@ def _copy_component(source: Path, target: Path) -> None:
         if not is_used(f"{target.name}/{file.name}"):
             shutil.rmtree(file) if file.is_dir() else file.unlink()
         elif file.suffix == ".json" and file.name != "tokenizer.json":
-            given, known = read_json(file), known_config(file)
-            if given != known:
+            known = known_config(file)
+            if read_json(file) != known:
                 write_json(file, known)
 
 
@@ -91,7 +90,7 @@ def _write_index(teacher: Folder, source: Source, scheduler: str, folder: Path) 
     index["scheduler"] = ["diffusers", scheduler]
     if source.facts.image_to_video:
         index["_class_name"] = IMAGE_TO_VIDEO
-    if len(source.experts) == 1:  # one network serves the whole path
+    if len(source.facts.experts) == 1:  # one network serves the whole path
         index |= {"transformer_2": [None, None], "boundary_ratio": None}
     elif source.facts.few_steps:  # it lies between two levels
         index["boundary_ratio"] = source.facts.boundary
@@ -100,11 +99,11 @@ def _write_index(teacher: Folder, source: Source, scheduler: str, folder: Path) 
 
 def _images(facts: Facts) -> str:
     """Return the images in the call of an image-to-video pipeline, cut or between bars as in training."""
-    letterbox = facts.fit == LETTERBOX
-    method, more = ("pad", f", {facts.background!r}") if letterbox else ("fit", "")
+    has_bars = facts.fit == LETTERBOX
+    method, colour = ("pad", f", {facts.background!r}") if has_bars else ("fit", "")
     size = f"({facts.width}, {facts.height})"
     return "".join(
-        f'{name}=ImageOps.{method}(load_image("{name}.png"), {size}, Image.Resampling.LANCZOS{more}), '
+        f'{name}=ImageOps.{method}(load_image("{name}.png"), {size}, Image.Resampling.LANCZOS{colour}), '
         for name in ("image", "last_image")[: len(facts.config.given_places)]
     )
 

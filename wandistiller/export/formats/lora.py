@@ -13,9 +13,15 @@ from torch import Tensor
 
 from wandistiller.experts import Expert
 from wandistiller.export import model_card
-from wandistiller.export.formats.base import ExportFormat
 from wandistiller.export.low_rank import A, Adapter, B, extract
-from wandistiller.export.output import check_files, check_folder, per_expert, replaced, write_file
+from wandistiller.export.output import (
+    ExportFormat,
+    check_files,
+    check_folder,
+    per_expert,
+    replaced,
+    write_file,
+)
 from wandistiller.export.source import Source, WholeModel, arguments, clip, written
 from wandistiller.flow import EULER
 from wandistiller.network.adapters import LowRank, adapter_state, linear_layers
@@ -46,7 +52,7 @@ pipe = {pipeline}.from_pretrained("{base}")
 {calls}
 ```
 """
-LESS = "it keeps {kept:.1%} of the difference to the teacher, not the {energy:.1%} asked for"
+LESS = "it keeps {share:.1%} of the difference to the teacher, not the {energy:.1%} asked for"
 ENERGY, RANK = 0.99, 128
 """Usual values of the flags."""
 
@@ -76,10 +82,14 @@ class LoraFormat(ExportFormat):
 
     def write(self, source: Source, output: Path) -> list[Path]:
         comfy = self.format == "original" or self.format == "lora" and output.suffix == ".safetensors"
-        files = [per_expert(output, source.sides, name) for name in source.experts]
+        experts = source.facts.experts
+        files = [per_expert(output, source.sides, name) for name in experts]
         target = check_files(output, files) if comfy else check_folder(output)
-        adapters = [adapter.to(self.dtype) for adapter in self._adapters(source)]
-        ranks = ranks_in_words(source.experts, [adapter.sentence for adapter in adapters])
+        adapters = [
+            adapter._replace(state={name: value.to(self.dtype) for name, value in adapter.state.items()})
+            for adapter in self._adapters(source)
+        ]
+        ranks = ranks_in_words(experts, [f"Rank {a.rank}{a.note}" for a in adapters])
         with replaced(target) as folder:
             if comfy:
                 about = "Wan/lora", source.description, source.published
@@ -87,7 +97,7 @@ class LoraFormat(ExportFormat):
                     for file, adapter in zip(files, adapters, strict=True):
                         write_file(file, comfy_state(adapter), *about, together)
             else:
-                files = [Path(FILES[Expert(name)]) for name in source.experts]
+                files = [Path(FILES[Expert(name)]) for name in experts]
                 for file, adapter in zip(files, adapters, strict=True):
                     config = {"transformer_lora_adapter_metadata": adapter.config}
                     WanPipeline.save_lora_weights(folder, adapter.state, weight_name=file.name, **config)
@@ -108,7 +118,7 @@ class LoraFormat(ExportFormat):
                 "to. Leave out --adapter and --format lora: the export then is a pipeline with them merged."
             )
         teacher = None if facts.lora else _teacher_of_same_shape(source)
-        for name in source.experts:
+        for name in facts.experts:
             if teacher:
                 reader = WeightReader(teacher.path / name)
                 yield self._extracted(source, name, _differences(source.weights(name), reader))
@@ -130,13 +140,13 @@ class LoraFormat(ExportFormat):
             extracted = extract(targets, changes, energy, rank)
         adapter = extracted.adapter
         print(
-            f"{name}: rank {adapter.rank} keeps {extracted.kept:.2%} of the squared difference of its "
+            f"{name}: rank {adapter.rank} keeps {extracted.share:.2%} of the squared difference of its "
             f"layers; {extracted.outside:.2%} of all is in other weights, which it does not hold",
             file=sys.stderr,
         )
-        if extracted.kept >= energy * (1 - 1e-6):
+        if extracted.share >= energy * (1 - 1e-6):
             return adapter
-        less = LESS.format(kept=extracted.kept, energy=energy)
+        less = LESS.format(share=extracted.share, energy=energy)
         print(
             f"warning: {name}: at rank {adapter.rank} {less}. A larger --rank than {rank} keeps more.",
             file=sys.stderr,
@@ -158,8 +168,8 @@ def _teacher_of_same_shape(source: Source) -> Folder:
         ConfigError: the student is another network.
     """
     facts, teacher = source.facts, source.teacher(weights=True)
-    own, theirs = facts.transformer, teacher.config.raw
-    different = [key for key, value in own.items() if theirs.get(key, value) != value]
+    raw = teacher.config.raw
+    different = [key for key, value in facts.transformer.items() if raw.get(key, value) != value]
     if different or {*source.sides} != {e.value for e in teacher.configs}:
         keys = ", ".join(f"`{key}`" for key in different) or "`experts`"
         raise ConfigError(
@@ -203,8 +213,8 @@ def _trained(source: Source, name: str) -> Adapter:
         return adapter
     teacher, base, state = source.base_teacher(), source.base(name), {}
     changes = teacher.added_changes(base)
-    for layer, own in _changes(adapter).items():
-        changes[layer] = sum_of(changes.get(layer), own)
+    for layer, trained in _changes(adapter).items():
+        changes[layer] = sum_of(changes.get(layer), trained)
     for layer, (a, b) in changes.items():
         state |= {layer + A: a, layer + B: b}
     note = f"{adapter.note}, beside those of `teacher_lora`, which are in it"
@@ -259,8 +269,8 @@ def loading_lines(files: list[str], networks: list[Expert]) -> list[str]:
     """
     if networks == [Expert.LOW_NOISE]:
         return [*OF_LOW_NOISE, f"pipe.load_lora_weights({files[0]})"]
-    more = {Expert.HIGH_NOISE: "", Expert.LOW_NOISE: ", load_into_transformer_2=True"}
-    return [f"pipe.load_lora_weights({f}{more[network]})" for f, network in zip(files, networks, strict=True)]
+    into = {Expert.HIGH_NOISE: "", Expert.LOW_NOISE: ", load_into_transformer_2=True"}
+    return [f"pipe.load_lora_weights({f}{into[network]})" for f, network in zip(files, networks, strict=True)]
 
 
 def write_adapter_card(
@@ -274,7 +284,7 @@ def write_adapter_card(
     facts = source.published
     base = facts.lora_base
     where = repository or (model_card.BESIDE if comfy else model_card.HERE)
-    networks = [Expert(name) for name in facts.bases or source.experts]
+    networks = [Expert(name) for name in facts.bases or source.facts.experts]
     calls = loading_lines([f'"{where}", weight_name="{file}"' for file in files], networks)
     text = CARD.format(
         base=base,

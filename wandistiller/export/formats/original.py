@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from wandistiller.export.formats.base import ExportFormat
 from wandistiller.export.model_card import HUB, comfy_nodes, joined, student_sentence, write_card
-from wandistiller.export.output import check_files, per_expert, replaced, write_file
+from wandistiller.export.output import ExportFormat, check_files, per_expert, replaced, write_file
 from wandistiller.export.source import Source
 from wandistiller.wan.original_names import original_name, unlike_published
 
@@ -65,7 +64,7 @@ class OriginalFormat(ExportFormat):
     DTYPES = (*ExportFormat.DTYPES, "float8_e4m3fn")
 
     def write(self, source: Source, output: Path) -> list[Path]:
-        files = {name: per_expert(output, source.experts, name) for name in source.experts}
+        files = {name: per_expert(output, source.facts.experts, name) for name in source.facts.experts}
         card = check_files(output, list(files.values()))
         for line in unlike_published(source.facts.config):
             print(f"note: {line}", file=sys.stderr)
@@ -112,12 +111,12 @@ def write_original_card(
     """
     source.facts.config.meta().save_config(folder)
     facts, here = source.published, "" if repository else f", in the folder that holds it and `{name}`"
-    places = {"address": f"{HUB}/{repository}/blob/main/" if repository else "", "config": repository or name}
+    where = {"address": f"{HUB}/{repository}/blob/main/" if repository else "", "config": repository or name}
     both_ends = facts.config.pos_embed_seq_len
     call, load = (OPENED_RENAMED, "\nfrom safetensors.torch import load_file") if both_ends else (OPENED, "")
     calls = "\n".join(
-        call.format(expert=expert, file=file, **places)
-        for expert, file in zip(source.experts, files, strict=True)
+        call.format(expert=expert, file=file, **where)
+        for expert, file in zip(source.facts.experts, files, strict=True)
     )
     nodes = comfy_nodes(facts, "Load Diffusion Model")
     text = CARD.format(made=student_sentence(facts), names=joined(files), nodes=nodes)

@@ -81,14 +81,14 @@ def assemble(world: World, work: Path, output: Path) -> None:
         boundary_ratio=world.boundary,
         expand_timesteps=False,
     )
-    fresh, old = (output.with_name(f".{output.name}.{word}") for word in ("new", "old"))
-    shutil.rmtree(fresh, ignore_errors=True)
-    pipeline.save_pretrained(fresh)
-    for file in fresh.glob("*/config.json"):  # without the paths of this machine
+    temporary, old = (output.with_name(f".{output.name}.{word}") for word in ("new", "old"))
+    shutil.rmtree(temporary, ignore_errors=True)
+    pipeline.save_pretrained(temporary)
+    for file in temporary.glob("*/config.json"):  # without the paths of this machine
         write_json(file, known_config(file))
     if output.exists():
         output.rename(old)
-    fresh.rename(output)
+    temporary.rename(output)
     shutil.rmtree(old, ignore_errors=True)
     log.info("wrote %s, %.1f MB", output, megabytes(output))
 

@@ -55,11 +55,11 @@ def sample(
     generators = [torch.Generator().manual_seed(i) for i in range(len(prompts))]
     clip_BFCHW, number = [], 1 if world.begins else SCORED_BATCH  # which takes one image a call
     for start in range(0, len(prompts), number):
-        part, given = slice(start, start + number), {}
+        part, inputs = slice(start, start + number), {}
         if world.begins:
-            given["image"] = Image.open(FOLDER / world.scenes[prompts[start]].picture)
+            inputs["image"] = Image.open(FOLDER / world.scenes[prompts[start]].picture)
         drawn = pipeline(
-            **given,
+            **inputs,
             prompt=[world.scenes[name].worded(0) for name in prompts[part]],
             negative_prompt=negative_prompt,
             num_inference_steps=steps,
@@ -81,7 +81,7 @@ def chosen(prompts: list[str], number: int) -> list[str]:
     return [by_hash[i % len(by_hash)] for i in range(number)]
 
 
-def judged(world: World, clip_BCFHW: Tensor, prompts: list[str]) -> dict[str, str]:
+def judgements(world: World, clip_BCFHW: Tensor, prompts: list[str]) -> dict[str, str]:
     """Judge clips in [0, 1] of their world's frames: the cells of a row of the table by column."""
     how = {"begins": world.begins}
     if clip_BCFHW.shape[2] == 1:
@@ -119,14 +119,14 @@ def print_scores(
     print(f"{steps} steps, {number} prompts per row")
     held_out = chosen(world.held_out, number)
     rendered_BCFHW = torch.stack([world.render(prompt, VAE_SEED) for prompt in held_out])
-    true = judged(world, rendered_BCFHW, held_out)
+    true = judgements(world, rendered_BCFHW, held_out)
     print(f"| prompts | guidance | {' | '.join(true)} |\n{'|---' * (2 + len(true))}|")
     for name, prompts in (("seen", world.seen), ("held out", world.held_out)):
         scored = chosen(prompts, number)
         for scales in (guidance, (1.0, 1.0)):
             clip_BCFHW = sample(world, pipeline, scored, steps=steps, guidance=scales)
-            cells = judged(world, clip_BCFHW, scored)
+            cells = judgements(world, clip_BCFHW, scored)
             print(f"| {name} | {scales[0]:g}, {scales[1]:g} | {' | '.join(cells.values())} |", flush=True)
     coded_BCFHW = (reproduced(pipeline.vae, rendered_BCFHW * 2 - 1) + 1) / 2
-    print(f"| held out | after the VAE | {' | '.join(judged(world, coded_BCFHW, held_out).values())} |")
+    print(f"| held out | after the VAE | {' | '.join(judgements(world, coded_BCFHW, held_out).values())} |")
     print(f"| held out | rendered | {' | '.join(true.values())} |")

@@ -14,7 +14,7 @@ from wandistiller.config.identity import provenance
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.data.media import MediaReader
-from wandistiller.evaluation.items import reader_of
+from wandistiller.evaluation.candidates import reader_of
 from wandistiller.wan.pipeline import open_wan
 
 AS_TRAINED: list[dict[str, Any]] = [
