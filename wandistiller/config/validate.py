@@ -64,8 +64,7 @@ def read_job(
         folder, items = _read_data(run, folder)
     with collecting(problems):
         if folder:
-            architecture = _opened(run, STUDENT, origins)
-            student, transformer, start = _read_student(architecture, folder, previous)
+            student, transformer, start = _read_student(_opened(run, STUDENT, origins), folder, previous)
     with collecting(problems):
         objective = read_objective(run.objective)
     with collecting(problems):  # with what depends on the student and the data left open

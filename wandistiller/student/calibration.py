@@ -32,7 +32,6 @@ class _Sums:
         """Number, sum and sum of squares of the inputs of each module."""
         self.matrices: dict[str, list[Tensor]] = {}
         """Number of vectors of a stream, and the sum of their outer products."""
-        self._kinds = {"vectors": self.vectors, "matrices": self.matrices}
 
     def add_vectors(self, name: str, x_TD: Tensor) -> None:
         if name == TEXT_READER:  # its inputs are a stream, too
