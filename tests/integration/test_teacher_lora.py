@@ -58,7 +58,7 @@ def added(file: Path) -> dict[str, Any]:
     return {"teacher_lora": {"file": str(file), "strength": 0.5, "expert": "both"}}
 
 
-@pytest.mark.parametrize("placement", slow_but(["streamed"], PLACEMENTS))
+@pytest.mark.parametrize("placement", slow_but([], PLACEMENTS))
 def test_a_run_is_that_of_the_teacher_of_merged_weights_bitwise(
     folder: Path, wan2: Path, file: Path, merged: Path, placement: str
 ) -> None:
@@ -137,6 +137,7 @@ def test_an_evaluation_is_refused_once_the_teachers_lora_has_changed(
     file.write_bytes(before)
 
 
+@pytest.mark.slow
 def test_the_file_of_one_network_is_drawn_as_its_student(folder: Path, adapters: Path) -> None:
     words = ["--prompts", "a red circle on a blue background, left", "--height", "32", "--width", "32"]
     drawn = []
@@ -160,6 +161,7 @@ def test_a_smaller_student_is_exported_without_the_file_that_its_teacher_had(
     assert (folder / "of_smaller" / "model_index.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_lora_that_is_not_finite_is_refused_on_every_rank(folder: Path, wan2: Path) -> None:
     bad = style(wan2, folder / "bad.safetensors", "to_q")
     save_file({name: value * math.inf for name, value in load_file(bad).items()}, bad)

@@ -10,7 +10,7 @@ from trainers import job_of, parts_of, trainer_of
 from wandistiller.distributed import collectives
 from wandistiller.utils.files import read_json
 
-STEPS = 3
+STEPS = 2
 SIZE = {"height": 32, "width": 32, "num_frames": 5}
 """2 latent frames of 2x2 patches: 8 tokens."""
 Found = dict[str, list[float]]

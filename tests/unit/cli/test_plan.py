@@ -32,7 +32,7 @@ def output(published: Path, capsys: pytest.CaptureFixture, quiet_logging: None) 
 
 def test_a_machine_that_is_not_this_one_can_be_described(output: Callable[..., str]) -> None:
     machine = "--gpus 8 --nodes 2 --gpu_memory 80 --host_memory 2000 --disk 900"
-    text = output(machine, wan="Wan2.2-T2V-A14B")
+    text = output(machine, wan="Wan2.1-T2V-1.3B")
     each = "each with 8 x 80 GiB of GPU memory, 2000 GiB of CPU memory, 900 GiB of disk"
     assert f"2 node(s), {each}; 16 rank(s)" in text
     assert "fits: " in text and "a step takes about" in text
@@ -137,7 +137,7 @@ def flags_that_fit(text: str) -> list[str]:
 @pytest.mark.parametrize(
     ("recipe", "machine", "more", "teacher"),
     slow_but(
-        [("1x16_wan2.2_a14b_lora", "24 --host_memory 64", ["--num_frames", "81"], "streamed")],
+        [],
         [
             ("1x16_wan2.2_a14b_lora", "24 --host_memory 64", ["--num_frames", "81"], "streamed"),
             ("1x16_wan2.2_a14b_lora", "24 --host_memory 32", [], "streamed_nf4"),

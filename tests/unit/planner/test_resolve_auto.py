@@ -32,24 +32,30 @@ BOTH = TEACHER | {"deepspeed_config": "auto"}
 TENTH = TEACHER | {"student_config": "ds_configs/students/tenth.json"}
 IN_THE_CACHE = TEACHER | {"objective": "trajectory"}
 """The teacher only fills the cache."""
+USUAL = [
+    (SMALL, gpus(1, 24, 64), TEACHER, "as given", "replicated"),
+    (LARGE, gpus(1, 40, 256), TEACHER, "as given", "streamed"),  # 26.7 GiB beside 13.5
+    (LARGE, gpus(1, 24, 48), TENTH, "as given", "files"),  # not even a block-wise copy beside 1.5B
+    (SMALL, gpus(8, 80, 1000), BOTH, "zero2", "replicated"),
+    (LARGE, gpus(1, 48, 256), BOTH, "zero3_offload", "streamed"),  # two samples fit beside a replica
+]
 
 
 @pytest.mark.parametrize(
     ("wan", "machine", "given", "student", "teacher"),
-    [
-        (SMALL, gpus(1, 24, 64), TEACHER, "as given", "replicated"),
-        (LARGE, gpus(1, 40, 256), TEACHER, "as given", "streamed"),  # 26.7 GiB beside 13.5
-        (LARGE, gpus(1, 48, 256), TEACHER, "as given", "replicated"),
-        (TWO, gpus(4, 40, 1000), TEACHER, "as given", "streamed"),  # during Adam, unlike sharded
-        (LARGE, gpus(1, 24, 48), TENTH, "as given", "files"),  # not even a block-wise copy beside 1.5B
-        (LARGE, Machine(None, 48 * GIB, 1000 * GIB, 1, 1), TENTH, "as given", "files"),
-        (SMALL, Machine(None, 64 * GIB, 1000 * GIB, 1, 1), TEACHER, "as given", "replicated"),
-        (LARGE, gpus(1, 80, 256), IN_THE_CACHE, "as given", "replicated"),
-        (SMALL, gpus(8, 80, 1000), BOTH, "zero2", "replicated"),
-        (SMALL, gpus(1, 24, 64), BOTH, "zero0", "replicated"),
-        (LARGE, gpus(8, 80, 1000), BOTH, "zero2", "replicated"),
-        (LARGE, gpus(1, 48, 256), BOTH, "zero3_offload", "streamed"),  # two samples fit beside a replica
-    ],
+    slow_but(
+        USUAL,
+        [
+            *USUAL,
+            (LARGE, gpus(1, 48, 256), TEACHER, "as given", "replicated"),
+            (TWO, gpus(4, 40, 1000), TEACHER, "as given", "streamed"),  # during Adam, unlike sharded
+            (LARGE, Machine(None, 48 * GIB, 1000 * GIB, 1, 1), TENTH, "as given", "files"),
+            (SMALL, Machine(None, 64 * GIB, 1000 * GIB, 1, 1), TEACHER, "as given", "replicated"),
+            (LARGE, gpus(1, 80, 256), IN_THE_CACHE, "as given", "replicated"),
+            (SMALL, gpus(1, 24, 64), BOTH, "zero0", "replicated"),
+            (LARGE, gpus(8, 80, 1000), BOTH, "zero2", "replicated"),
+        ],
+    ),
 )
 def test_of_what_is_auto_the_simplest_that_fits_is_chosen(
     published: Path, wan: str, machine: Machine, given: dict[str, Any], student: str, teacher: str

@@ -115,6 +115,7 @@ def test_a_layer_that_blocks_of_64_elements_do_not_fill_stays_as_it_is() -> None
 # Loading
 
 
+EACH_ONCE = [f"{n} {w} bfloat16" for n, w in zip(PLACEMENTS, (*FORMATS, "nf4"), strict=True)]
 ONE_RANK = [f"{name} {weights} bfloat16" for name in PLACEMENTS for weights in FORMATS]
 TWO_RANKS = [f"{name} nf4 float32" for name in PLACEMENTS] + [
     "streamed int8 bfloat16",
@@ -123,7 +124,7 @@ TWO_RANKS = [f"{name} nf4 float32" for name in PLACEMENTS] + [
 
 
 @pytest.mark.parametrize(
-    ("ranks", "tasks"), [(1, ONE_RANK), pytest.param(2, TWO_RANKS, marks=pytest.mark.slow)]
+    ("ranks", "tasks"), slow_but([(1, EACH_ONCE)], [(1, EACH_ONCE), (1, ONE_RANK), (2, TWO_RANKS)])
 )
 def test_every_placement_s_guided_velocities_and_hidden_states_are_bitwise_torchao_s(
     ranks: int, tasks: list[str], wan2: Path

@@ -12,6 +12,7 @@ import deepspeed, diffusers, peft, torch, torchao
 from diffusers import WanImageToVideoPipeline
 from diffusers.quantizers.torchao import torchao_quantizer
 from transformers import CLIPImageProcessor
+import wandistiller.wan.components
 setup_logging("info")
 from deepspeed.utils import logger
 logger.warning("of DeepSpeed")
