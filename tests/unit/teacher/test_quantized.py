@@ -13,6 +13,7 @@ from recipes import recipe
 from shipped import placement
 from slow_cases import slow_but
 from small_wan import small_transformer
+from tensors import count_no_shells
 from torch import Tensor, nn
 
 pytest.importorskip("torchao")
@@ -25,7 +26,6 @@ from wandistiller.config.validate import read_job
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.evaluation.velocity_error import bands, quantization_error
 from wandistiller.experts import Expert
-from wandistiller.network import activation_memory
 from wandistiller.network.activation_memory import Live
 from wandistiller.network.block_source import BUFFERS
 from wandistiller.network.weight_reader import CHUNK_BYTES, WeightReader
@@ -179,9 +179,7 @@ def test_a_rank_never_holds_much_more_than_the_quantised_weights(
     small_transformer(0, 12, ffn_dim=512, num_attention_heads=4).save_pretrained(tmp_path)
     config = TransformerConfig.of(WanTransformer3DModel.load_config(tmp_path))
     reader = WeightReader(tmp_path)
-    every = activation_memory.storages
-    real = lambda tensors: [s for s in every(tensors) if s.device.type != "meta"]  # noqa: E731
-    monkeypatch.setattr(activation_memory, "storages", real)
+    count_no_shells(monkeypatch)
     with Live() as live:
         model = load_whole(reader, config, torch.float32, torch.device("cpu"), "int8")
     largest = 4 * 512 * 128  # a feed-forward layer in float32
