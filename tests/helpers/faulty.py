@@ -24,12 +24,12 @@ def put_in(fault: str) -> None:
     if fault == "locked":
         Arena.lock = lambda _: None
     if fault == "kept":
-        read, kept = Trainer._read, []
+        read, samples = Trainer._read, []
 
         def read_and_keep(trainer: Trainer, update: int, micro: int) -> Any:
-            kept.append(read(trainer, update, micro))
-            del kept[: -trainer.job.batch.accumulation]
-            return kept[-1]
+            samples.append(read(trainer, update, micro))
+            del samples[: -trainer.job.batch.accumulation]
+            return samples[-1]
 
         Trainer._read = read_and_keep
 

@@ -55,7 +55,7 @@ def census(folder: Path, wan: Path, student: str, teacher: str) -> dict[str, Any
     zero |= {"reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": 0}
     batch = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
     ds = {"zero_optimization": zero, **batch, "optimizer": ADAM, "bf16": {"enabled": True}}
-    given = recipe(
+    values = recipe(
         folder,
         wan,
         max_steps=STEPS,
@@ -65,7 +65,7 @@ def census(folder: Path, wan: Path, student: str, teacher: str) -> dict[str, Any
         teacher_dtype="bfloat16",
         teacher_deepspeed_config=f"ds_configs/teacher/{teacher}.json",
     )
-    job = read_job(RunConfig(**given), collectives.world_size())
+    job = read_job(RunConfig(**values), collectives.world_size())
     watcher = Watcher()
     log.addHandler(watcher)
     log.setLevel(logging.DEBUG)  # the root's handler stays at warnings
