@@ -85,14 +85,6 @@ def test_stock_diffusers_draws_the_same_with_the_file_and_the_card_s_scheduler(
         assert np.abs(ours - pixels.numpy()).max() < 2 / 255
 
 
-@pytest.mark.slow
-def test_a_lora_of_strength_0_is_the_pipeline_itself_bitwise(folder: Path, wan1: Path) -> None:
-    file = style(wan1, folder / "style.safetensors", "to_q", "ffn")
-    plain = drawn(folder, "plain", "--model", wan1, "--steps", "3")
-    words = ["--model", wan1, "--steps", "3", "--lora", file]
-    assert drawn(folder, "none", *words, "--strength", "0") == plain != drawn(folder, "whole", *words)
-
-
 def test_a_run_is_evaluated_by_its_files_in_its_own_and_other_numbers_of_steps(run: Path) -> None:
     words = ["--prompts", *PROMPTS, "--steps", "2", "4", "--quick", *SIZE]
     wandistiller("evaluate", "--student_path", run, *words)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from plain import plain_losses
-from ranks import TEACHERS, has_async_io, losses, metrics, wandistiller, write_json
+from ranks import losses, metrics, wandistiller, write_json
 from recipes import recipe, student_engine, train
 from slow_cases import slow_but
 
@@ -15,7 +15,6 @@ from wandistiller.training.step_result import by_sigma
 from wandistiller.utils.files import read_json
 
 STEPS = 8
-REPLICATED = {"zero_optimization": {"stage": 0}}
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +49,6 @@ def test_8_losses_and_bands_of_sigma_equal_a_plain_pytorch_loop_s_on_any_ranks_a
         assert two == pytest.approx(one, rel=1e-5) and len(one) >= 1
 
 
-@pytest.mark.parametrize("ranks", slow_but([], [1, 2]))
-def test_zero_3_with_a_replicated_teacher_has_the_losses_of_plain_pytorch(
-    ranks: int, folder: Path, wan2: Path, reference: list[float]
-) -> None:
-    more = {"deepspeed_config": student_engine(3), "teacher_deepspeed_config": REPLICATED, "max_steps": STEPS}
-    output = train(folder, wan2, f"zero3_{ranks}", ranks=ranks, **more)
-    assert losses(output) == pytest.approx(reference, rel=1e-5)
-
-
 @pytest.mark.parametrize("strategy", slow_but([], ["offload", "gpu0", "cpu", "custom"]))
 def test_merged_text_padding_has_the_losses_of_plain_pytorch_with_512_rows(
     strategy: str, folder: Path, wan2: Path, reference: list[float]
@@ -68,24 +58,6 @@ def test_merged_text_padding_has_the_losses_of_plain_pytorch_with_512_rows(
     given = recipe(folder, wan2, output_dir=str(folder / f"merged_{strategy}"), **more)
     wandistiller("train", "--recipe", write_json(folder / "merged.json", given), ranks=2)
     assert losses(folder / f"merged_{strategy}") == pytest.approx(reference, rel=1e-5)
-
-
-@pytest.fixture(scope="module")
-def of_replicas(folder: Path, wan2: Path) -> list[float]:
-    return losses(train(folder, wan2, "replicas", teacher_deepspeed_config=REPLICATED, max_steps=4))
-
-
-@pytest.mark.slow  # test_placements.py has their velocities
-@pytest.mark.parametrize("strategy", [*TEACHERS, "auto"])
-def test_the_loss_curve_is_bitwise_the_same_for_every_placement(
-    strategy: str, folder: Path, wan2: Path, of_replicas: list[float]
-) -> None:
-    if strategy == "zero_inference_nvme" and not has_async_io():
-        pytest.skip("no libaio here")
-    more = {"max_steps": 4, "teacher_deepspeed_config": strategy, "teacher_dtype": "float32"}
-    given = recipe(folder, wan2, output_dir=str(folder / strategy), **more)
-    wandistiller("train", "--recipe", write_json(folder / f"{strategy}.json", given), ranks=2, cwd=folder)
-    assert losses(folder / strategy) == of_replicas
 
 
 def test_the_loss_in_each_band_of_sigma_is_that_of_its_samples() -> None:
