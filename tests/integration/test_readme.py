@@ -23,7 +23,7 @@ from markdown_pages import (
     unique,
 )
 from published_wan import PUBLISHED, write_wans
-from ranks import ROOT, has_async_io, wandistiller
+from ranks import ROOT, has_async_io
 from slow_cases import slow_but
 
 from wandistiller.cli.main import main
@@ -250,13 +250,6 @@ def test_the_table_of_the_readme_begins_with_adapters_in_rows_that_are_planned()
     for machine, wan, frames, device, host, disk, _, _, hours in shown:
         number = frames.removesuffix(" frames").replace("images", "1")
         assert [machine.removesuffix(", LoRA"), wan, number, device, host, disk, hours] in known
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", unique({"doctor"}), ids=named)
-def test_doctor_runs(command: Command, folder: Path) -> None:
-    done = wandistiller(*command.ours, cwd=folder)  # in a process of its own: it leaves its group of ranks
-    assert "deepspeed 0." in done.stdout + done.stderr
 
 
 def test_each_other_command_names_what_is_there() -> None:
