@@ -183,7 +183,7 @@ def sources(trainer: Any) -> list[Any]:
 @pytest.fixture(scope="module")
 def adapters(folder: Path, wan2: Path) -> Path:
     """A LoRA file of rank 4, from a run."""
-    more = {"objective": "velocity", "max_steps": 1, "sample_prompts": []}
+    more = {"objective": "velocity", "max_steps": 1}
     return trained(folder, wan2, "begun", PLACEMENTS["streamed"], **more) / "lora.safetensors"
 
 
