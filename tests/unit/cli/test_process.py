@@ -85,9 +85,8 @@ def test_a_signal_while_a_library_hides_stderr_has_its_line(tmp_path: Path) -> N
     assert done.stderr == "interrupted by SIGTERM\n"
 
 
-@pytest.mark.parametrize(
-    ("rank", "number"), slow_but([(0, signal.SIGTERM)], [(0, signal.SIGTERM), (1, signal.SIGINT)]), ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGTERM), (1, signal.SIGINT)], ids=str)
 def test_a_rank_that_waits_for_another_names_it_and_the_first_signal_ends_it(
     rank: int, number: signal.Signals
 ) -> None:
