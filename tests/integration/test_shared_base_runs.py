@@ -24,7 +24,7 @@ from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.transformer import velocity
 
-STEPS = 4
+STEPS = 3
 LORA = {"student_config": {}, "lora": {"rank": 4}, "max_steps": STEPS, "save_every": 2, "sample_every": STEPS}
 DMD2 = {"name": "dmd2", "steps": 4, "critic_updates": 2, "critic_lr": 2e-3}
 SHARED = DMD2 | {"critic_updates": 1, "shared": True}

@@ -23,7 +23,7 @@ def fail(*_: object) -> None:
 
 
 if __name__ == "__main__":
-    meeting.MEETING_TIMEOUT, meeting.CONNECT_TIMEOUT = timedelta(seconds=4), timedelta(seconds=1)
+    meeting.MEETING_TIMEOUT, meeting.CONNECT_TIMEOUT = timedelta(seconds=4), timedelta(seconds=3)
     meeting.SAID_AFTER = 1.0
     watchdog.POLL_SECONDS, watchdog.HEARTBEAT_SECONDS, watchdog.GRACE_SECONDS = 0.1, 0.1, 0.3
     watchdog.GONE_SECONDS = 5.0
