@@ -72,7 +72,10 @@ def test_the_texts_have_a_training_command_for_every_published_wan() -> None:
 @pytest.mark.usefixtures("folder", "quiet_logging")
 @pytest.mark.parametrize(
     "command",
-    slow_but([c for c in DRY if "--recipe ds_configs/recipes/q" in c.line], DRY + OF_PLACEMENTS),
+    slow_but(
+        [c for c in DRY if c.line.endswith("--recipe ds_configs/recipes/quickstart.json")],
+        DRY + OF_PLACEMENTS,
+    ),
     ids=named,
 )
 def test_a_dry_run_of_a_training_command_misses_only_weights_and_a_machine(

@@ -160,6 +160,7 @@ def test_with_the_flags_of_the_verdict_every_stage_fits(
     assert re.search(r"\nverdict: (it fits|all 2 stages fit)\n", text) and "NOT fit" not in text
 
 
+@pytest.mark.slow
 def test_where_no_student_fits_a_lora_of_both_experts_is_recommended(
     published: Path, tmp_path: Path, output: Callable[..., str]
 ) -> None:

@@ -75,6 +75,7 @@ def test_preparing_needs_nothing_of_what_training_takes(large: list[str]) -> Non
     assert main(["prepare", *large, "--dry_run"]) == 0
 
 
+@pytest.mark.slow
 def test_a_run_is_refused_from_a_fifth_over_what_is_free_on_and_warned_of_below(
     published: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,6 +48,7 @@ def test_first_frames_of_5b_cost_memory_and_time(published: Path, tmp_path: Path
     assert all(given > text for text, given in zip(*found, strict=True))
 
 
+@pytest.mark.slow
 def test_the_image_encoder_is_on_the_gpu_while_frames_are_encoded(published: Path, tmp_path: Path) -> None:
     data = rows(tmp_path, "")
     found = {}

@@ -269,6 +269,7 @@ def test_weights_that_float8_holds_exactly_have_no_error(
     assert max(errors(folder, "float8").values()) < 1e-9
 
 
+@pytest.mark.slow
 def test_placements_have_the_same_error(one_rank: torch.device, wan1: Path) -> None:
     found = []
     for name in PLACEMENTS:

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from recipes import recipe, student_engine
-from slow_cases import slow_but
 from torch import Tensor
 from trainers import trainer_of
 
@@ -116,7 +115,8 @@ def of_all_roles(trainer: Trainer) -> list[Tensor]:
     return [p for network in networks for p in network.module.parameters()]
 
 
-@pytest.mark.parametrize("how", slow_but(["stopped"], ["stopped", "killed"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["stopped", "killed"])
 def test_a_run_that_is_stopped_or_killed_in_the_critic_s_head_start_goes_on_in_it_to_the_same_end(
     how: str, tmp_path: Path, wan1: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
