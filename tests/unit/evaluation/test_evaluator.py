@@ -41,19 +41,8 @@ def test_a_metric_that_is_added_to_the_list_is_in_the_figures_and_in_the_table(
     halves = Metric(name="half", label="a half", compute=lambda drawn: torch.full((len(drawn.prompts),), 0.5))
     for module in ("evaluator", "report"):
         monkeypatch.setattr(f"wandistiller.evaluation.{module}.METRICS", [*METRICS, halves])
-    words = [
-        "evaluate",
-        "--student",
-        wan1,
-        "--teacher_path",
-        wan1,
-        "--output",
-        tmp_path,
-        "--prompts",
-        "a",
-        "b",
-    ]
-    words += ["--height", "32", "--width", "32", "--steps", "1", "--guidance_scale", "1", "--quick"]
+    words = ["evaluate", "--student", wan1, "--teacher_path", wan1, "--output", tmp_path, "--quick"]
+    words += "--prompts a b --height 32 --width 32 --steps 1 --guidance_scale 1".split()
     result = evaluate(read_evaluation(read([*map(str, words)])[1], torch.float32, 1))
     assert [result[side]["half"]["value"] for side in ("teacher", "student", "ratio")] == [0.5, 0.5, 1.0]
     assert re.search(r"\| a half +\| 0\.5", (tmp_path / "evaluation.md").read_text(encoding="utf-8"))

@@ -9,6 +9,7 @@ from engines import engine
 from networks import network_of
 from on_ranks.heads import shared_mean
 from ranks import call
+from slow_cases import slow_but
 from small_wan import small_transformer
 from torch import Tensor, nn
 
@@ -90,7 +91,7 @@ def test_heads_see_every_patch_where_no_frame_is_given() -> None:
     assert torch.equal(logit_BS1, each_BS1)
 
 
-@pytest.mark.parametrize("frames", [2, 3])
+@pytest.mark.parametrize("frames", slow_but([2], [2, 3]))
 def test_ranks_that_share_samples_average_the_patches_of_all_frames_but_the_given_one(frames: int) -> None:
     """Of two frames the first rank has the given one alone."""
     logit_BS1 = keyed_normal((2, frames * OF_A_FRAME, 1), "logits")

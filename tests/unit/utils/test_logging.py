@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 from ranks import ROOT, environment, run
 
 IMPORTS = """
@@ -19,6 +20,7 @@ logger.warning("of DeepSpeed")
 """
 
 
+@pytest.mark.slow
 def test_imports_of_a_run_print_nothing_and_deepspeed_warns_on_stderr() -> None:
     done = run([sys.executable, "-c", IMPORTS])
     assert (done.stdout, done.stderr) == ("", "of DeepSpeed\n")
