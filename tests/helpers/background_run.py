@@ -33,22 +33,22 @@ class BackgroundRun:
         until = time.monotonic() + PATIENCE
         while True:
             ended = self.process.poll() is not None  # before it is read: the match may be in its last lines
-            if found := re.search(pattern, self.output()):
-                return found
+            if match := re.search(pattern, self.output()):
+                return match
             assert not ended and time.monotonic() < until, f"no {pattern!r} in:\n{self.output()}"
             time.sleep(0.05)
 
     def processes(self) -> dict[int, str]:
         """Those that live, launcher and all, whatever became of their parents, with their command lines."""
-        found = {}
+        words_of = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 marked = self._mark in (folder / "environ").read_bytes().split(b"\0")
                 if marked and (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                    found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+                    words_of[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
             except OSError:
                 continue  # it has just ended
-        return found
+        return words_of
 
     def pid_of_rank(self, rank: int) -> int:
         """The process whose environment says so."""

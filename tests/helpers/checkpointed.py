@@ -25,8 +25,8 @@ SETTINGS = {
 
 def settings(folder: Path, wan: Path, name: str, **more: object) -> dict:
     """A recipe whose output, with its cache, is `folder`/`name`."""
-    own = {"output_dir": str(folder / name), "cache_dir": str(folder / name / "cache")}
-    return recipe(folder, wan, **SETTINGS | own | more)
+    folders = {"output_dir": str(folder / name), "cache_dir": str(folder / name / "cache")}
+    return recipe(folder, wan, **SETTINGS | folders | more)
 
 
 def save(student: Learner, output: Path, step: int, *, keep: int = 1) -> Path:

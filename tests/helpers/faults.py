@@ -44,11 +44,12 @@ class Outcome:
 
     def kills(self) -> list[tuple[str, int, float | None]]:
         """Return of each kill: its phase, finished steps that were repeated, seconds to the next new step."""
-        found = []
+        outcomes = []
         for killed, *later in (self.launches[i:] for i in range(len(self.launches) - 1)):
             again = next((start for launch in later if (start := launch.resumed_from()) is not None), 0)
-            found.append((killed.ended_in(), max(0, killed.reached() - again), later[0].until_first_step()))
-        return found
+            restart = later[0].until_first_step()
+            outcomes.append((killed.ended_in(), max(0, killed.reached() - again), restart))
+        return outcomes
 
 
 class Campaign:
@@ -121,8 +122,8 @@ class Campaign:
         if phase == RESUMING:
             return Kill(LOADING, 1, draw.uniform(0, 0.3), victim)
         begin, end = PHASES[phase]
-        places = [i for i, line in enumerate(self.timeline) if re.search(begin, line.text)] if begin else [0]
-        place = draw.choice(places)
+        moments = [i for i, line in enumerate(self.timeline) if re.search(begin, line.text)] if begin else [0]
+        place = draw.choice(moments)
         began = self.timeline[place].at if begin else 0.0
         later = (line.at for line in self.timeline[place + 1 :] if re.search(end, line.text))
         words = re.escape(self.timeline[place].text) if begin else ""
@@ -202,8 +203,8 @@ def launch(
 def _victims(run: BackgroundRun, victim: str, draw: random.Random) -> list[int]:
     """Return the processes to kill; all of them if the intended one has not started."""
     there = run.processes()
-    own, starter = "-m wandistiller", "torch.distributed.run"
-    ranks = [pid for pid, words in there.items() if own in words and starter not in words]
+    program, starter = "-m wandistiller", "torch.distributed.run"
+    ranks = [pid for pid, words in there.items() if program in words and starter not in words]
     if victim == "rank" and ranks:
         return [draw.choice(sorted(ranks))]
     if victim == "launcher" and run.process.pid in there:
@@ -248,23 +249,23 @@ def _differences(reference: Path, output: Path) -> list[str]:
     for name in sorted(expected & actual):
         if not name.startswith(APART) and not _equal(reference / name, output / name):
             wrong.append(f"{name} differs")
-    kept, same = (
+    lines, same = (
         [{k: v for k, v in line.items() if k not in CLOCKS} for line in metrics(f)]
         for f in (reference, output)
     )
-    return wrong + ["metrics.jsonl differs"] * (kept != same)
+    return wrong + ["metrics.jsonl differs"] * (lines != same)
 
 
 def _equal(first: Path, second: Path) -> bool:
     """Compare the bytes of files; of LoRA files tensors and metadata, which safetensors puts in any order."""
     if not first.name.startswith("lora"):
         return first.read_bytes() == second.read_bytes()
-    found = []
+    contents = []
     for file in (first, second):
         with safe_open(file, "pt") as opened:
             tensors = {key: opened.get_tensor(key).tolist() for key in opened.keys()}
-            found.append((opened.metadata(), tensors))
-    return found[0] == found[1]
+            contents.append((opened.metadata(), tensors))
+    return contents[0] == contents[1]
 
 
 def _early_checkpoints(reference: Path, output: Path) -> Iterator[tuple[str, str]]:

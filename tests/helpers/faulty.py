@@ -25,12 +25,12 @@ def put_in(fault: str) -> None:
     if fault == "locked":
         Arena.lock = lambda _: None
     if fault == "kept":
-        draw, kept = RollOuts._draw, []
+        draw, samples = RollOuts._draw, []
 
-        def draw_and_keep(samples: RollOuts, update: int, micro: int) -> Any:
-            kept.append(draw(samples, update, micro))
-            del kept[: -samples._job.batch.accumulation]
-            return kept[-1]
+        def draw_and_keep(rollouts: RollOuts, update: int, micro: int) -> Any:
+            samples.append(draw(rollouts, update, micro))
+            del samples[: -rollouts._job.batch.accumulation]
+            return samples[-1]
 
         RollOuts._draw = draw_and_keep
 

@@ -102,6 +102,8 @@ def image_run(form: str, folder: Path) -> tuple[Path, dict[str, Any]]:
     """Make a small image-to-video Wan of this form and its data; return it and a run's keys."""
     data, wan = image_data(folder / "data"), make_wan(folder / "wan", **IMAGE_FORMS[form])
     data = with_last_images(data) if IMAGE_FORMS[form]["image"] == "both ends" else data
-    given = {"data_path": str(data), "sample_prompts": ["left"], "rollout_steps": 2}
-    given |= {"height": 32, "width": 64, "num_frames": 5, "teacher_deepspeed_config": STREAMED}
-    return wan, given | {"objective": [{"name": "consistency"}, DMD2 | {"gan": 0.03, "sampler": "renoise"}]}
+    settings = {"data_path": str(data), "sample_prompts": ["left"], "rollout_steps": 2}
+    settings |= {"height": 32, "width": 64, "num_frames": 5, "teacher_deepspeed_config": STREAMED}
+    return wan, settings | {
+        "objective": [{"name": "consistency"}, DMD2 | {"gan": 0.03, "sampler": "renoise"}]
+    }

@@ -26,9 +26,9 @@ class Wans(dict[str, Path]):
     def settings(self, form: str, **more: Any) -> dict[str, Any]:
         """A recipe's keys for a run of three steps."""
         data = with_last_images(self.data) if form == BOTH_ENDS else self.data
-        given = {"data_path": str(data), "sample_prompts": ["left"], "max_steps": 3, "rollout_steps": 2}
-        given |= SIZE | {"deepspeed_config": ENGINE, "cache_dir": str(self.folder / f"cache {form}")}
-        return given | more
+        settings = {"data_path": str(data), "sample_prompts": ["left"], "max_steps": 3, "rollout_steps": 2}
+        settings |= SIZE | {"deepspeed_config": ENGINE, "cache_dir": str(self.folder / f"cache {form}")}
+        return settings | more
 
     def train(self, form: str, name: str, ranks: int = 1, **more: Any) -> Path:
         return train(self.folder, self[form], name, ranks=ranks, **self.settings(form, **more))

@@ -78,18 +78,18 @@ class Launch:
 
     def resumed_from(self) -> int | None:
         """Return the finished steps of all stages at the start; None if it was killed before that line."""
-        found = None
-        for what, done in self._places():
+        last = None
+        for what, done in self._moments():
             if what == "step":
                 return done - 1
-            found = done
-        return found
+            last = done
+        return last
 
     def reached(self) -> int:
         """Return the last finished step, counted over all stages."""
-        return max((done for what, done in self._places() if what == "step"), default=0)
+        return max((done for what, done in self._moments() if what == "step"), default=0)
 
-    def _places(self) -> Iterator[tuple[str, int]]:
+    def _moments(self) -> Iterator[tuple[str, int]]:
         """Yield `step` or `resumed` and the finished steps of all stages, from the lines that say so."""
         before, names = 0, [stage["name"] for stage in STAGES]
         for line in self.lines:

@@ -54,9 +54,9 @@ def run_of(folder: Path, teacher: Path, objective: str, **more: Any) -> dict[str
         "rollout_steps": 1,
         "sample_prompts": [],
     }
-    given = planned.recipe(folder, teacher, 0, "", "", **usual | more)
+    values = planned.recipe(folder, teacher, 0, "", "", **usual | more)
     (folder / "prompts.txt").write_text("a red circle\na blue square\n")
-    return given
+    return values
 
 
 def held(teacher: Path, roles: int) -> Held:

@@ -86,8 +86,8 @@ def plain_losses(job: Job, steps: int, dtype: torch.dtype = torch.float32) -> li
     optimizer, curve = MixedAdamW(student), []
     for step in range(steps):
         indices = list(range(step * job.batch.total, (step + 1) * job.batch.total))
-        given = data.conditioning(indices).map(whole)
-        batch = job.schedule.noised(data.x0(indices), given, indices, step)
+        conditioning = data.conditioning(indices).map(whole)
+        batch = job.schedule.noised(data.x0(indices), conditioning, indices, step)
         target_BCFHW = guided(teacher[batch.expert], batch, conditions.text[""], SCALES[batch.expert])
         v_BCFHW = velocity(student, batch)
         loss = (v_BCFHW - target_BCFHW).square().mean()

@@ -114,31 +114,31 @@ def read_libraries() -> None:
                 pass
 
 
-def measured(given: dict[str, Any], ranks: int) -> dict[str, int]:
+def measured(values: dict[str, Any], ranks: int) -> dict[str, int]:
     """Measured MiB of the largest rank by phase."""
     read_libraries()
-    output = Path(given["output_dir"])
+    output = Path(values["output_dir"])
     output.mkdir(parents=True, exist_ok=True)
-    file = str(write_json(output.with_suffix(".json"), given))
+    file = str(write_json(output.with_suffix(".json"), values))
     kind = device().type
     run_words(
         [*launcher(ranks), "-m", "wandistiller", "train", "--recipe", file], timeout=3600, DS_ACCELERATOR=kind
     )
-    found = json.loads((output / "memory.json").read_text())
+    gib_of = json.loads((output / "memory.json").read_text())
     shutil.rmtree(output)
     counted = "peak" if kind == "cuda" else "host_peak"
-    return {phase: round(1024 * max(kinds[counted])) for phase, kinds in found.items() if counted in kinds}
+    return {phase: round(1024 * max(kinds[counted])) for phase, kinds in gib_of.items() if counted in kinds}
 
 
-def job_here(given: dict[str, Any], ranks: int) -> tuple[Job, Machine]:
+def job_here(values: dict[str, Any], ranks: int) -> tuple[Job, Machine]:
     """A recipe's run on this machine, and that machine with so many ranks."""
     machine = replace(machine_now(), ranks=ranks, ranks_on_node=ranks)
-    return read_job(run_of(given), ranks), machine
+    return read_job(run_of(values), ranks), machine
 
 
-def predicted(given: dict[str, Any], ranks: int) -> dict[str, int]:
+def predicted(values: dict[str, Any], ranks: int) -> dict[str, int]:
     """Planned MiB of a rank by phase."""
-    peaks = {phase: p.peak() for phase, p in plan(*job_here(given, ranks)).items()}
+    peaks = {phase: p.peak() for phase, p in plan(*job_here(values, ranks)).items()}
     if device().type == "cuda":
         left_out = CONTEXT + (CUBLAS if "SIMULATED_GPUS" in os.environ else 0)
         return {phase: round((b.device + b.transient - left_out) / 2**20) for phase, b in peaks.items()}

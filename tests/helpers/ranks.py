@@ -29,8 +29,8 @@ def environment(**more: str) -> dict[str, str]:
 
     What puts simulated GPUs into this process itself is on its PYTHONPATH.
     """
-    own = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of the test process itself
-    usual = {k: v for k, v in os.environ.items() if k not in own}
+    mine = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # the test process's
+    usual = {k: v for k, v in os.environ.items() if k not in mine}
     on_gpu = more.get("DS_ACCELERATOR") == "cuda"
     usual["CUDA_VISIBLE_DEVICES"] = VISIBLE if on_gpu else ""
     if usual["CUDA_VISIBLE_DEVICES"] is None:
@@ -90,9 +90,9 @@ def _forked(
     with tempfile.TemporaryDirectory() as folder:
         started = []
         for rank in range(ranks):
-            own = where | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-            own |= gpus.environment() if gpus else {}
-            started.append(Rank(environment(**own), f"{folder}/{rank}.out", f"{folder}/{rank}.err"))
+            variables = where | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+            variables |= gpus.environment() if gpus else {}
+            started.append(Rank(environment(**variables), f"{folder}/{rank}.out", f"{folder}/{rank}.err"))
         codes = fork(words, cwd, started, bool(gpus))
         out, err = (
             "".join(Path(file).read_text(errors="replace") for file in files)

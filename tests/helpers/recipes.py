@@ -68,8 +68,8 @@ def recipe(folder: Path, wan: Path, **more: Any) -> dict[str, Any]:
 
 def recipe_file(folder: Path, wan: Path, name: str = "run", **more: Any) -> Path:
     """Write this recipe to `folder`/`name`.json; its output is `folder`/`name`."""
-    given = recipe(folder, wan, **{"output_dir": str(folder / name)} | more)
-    return write_json(folder / f"{name}.json", given)
+    values = recipe(folder, wan, **{"output_dir": str(folder / name)} | more)
+    return write_json(folder / f"{name}.json", values)
 
 
 def train(

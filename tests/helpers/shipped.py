@@ -28,5 +28,5 @@ def placement(
     section = json.section("zero_optimization") | (zero or {})
     if swap and json.on_nvme:
         section["offload_param"] = json.offload("param") | {"nvme_path": str(swap)}
-    own = json.section("wandistiller") | block
-    return read_placement(json.replaced(zero_optimization=section, wandistiller=own))
+    ours = json.section("wandistiller") | block
+    return read_placement(json.replaced(zero_optimization=section, wandistiller=ours))

@@ -94,7 +94,7 @@ class Simulated:
         """The innermost line of a package, `FILE:LINE FUNCTION`, of each wait that has one."""
         waits = "".join(file.read_text() for file in self.folder.glob("*.waits")).split("wait: ")[1:]
         lines = ([line.strip() for line in wait.splitlines() if f"/{package}/" in line] for wait in waits)
-        return [own[0] for own in lines if own]
+        return [in_package[0] for in_package in lines if in_package]
 
 
 def main() -> None:

@@ -20,9 +20,9 @@ from wandistiller.training.trainer import Trainer
 Parts = tuple[CachedData, Conditions, Teacher]
 
 
-def job_of(given: dict[str, Any]) -> Job:
+def job_of(values: dict[str, Any]) -> Job:
     """Check a recipe, and find the checkpoint that its run resumes."""
-    job = read_job(RunConfig(**given), collectives.world_size())
+    job = read_job(RunConfig(**values), collectives.world_size())
     return dataclasses.replace(job, resume_from=resume.latest_valid(job.output, job.run.resume))
 
 
@@ -33,9 +33,9 @@ def parts_of(job: Job) -> Parts:
     return data, conditions, teacher or guided_teacher(job, conditions, data.sample_items, ranks)
 
 
-def trainer_of(given: dict[str, Any], parts: Parts | None = None) -> Trainer:
+def trainer_of(values: dict[str, Any], parts: Parts | None = None) -> Trainer:
     """Make a trainer of its own parts, or of those of another run."""
-    job = job_of(given)
+    job = job_of(values)
     ranks = ranks_of(job)
     parts = parts or parts_of(job)
     builder = NetworkBuilder(job, parts[-1], ranks=ranks)

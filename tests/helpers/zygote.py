@@ -139,11 +139,11 @@ def _take_async_io_of_cpus() -> None:
 
 def _threads() -> list[str]:
     """The names of this process's threads."""
-    found = []
+    names = []
     for file in Path("/proc/self/task").glob("*/comm"):
         with suppress(OSError):  # it has just ended
-            found.append(file.read_text().strip())
-    return found
+            names.append(file.read_text().strip())
+    return names
 
 
 def _serve() -> None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from checkpointed import equal, flip_a_bit, save, saved, settings, trained
 from ranks import edit_json, environment, metrics, write_json
+from slow_cases import slow_but
 from trainers import trainer_of
 
 from wandistiller.checkpoint import manifest, resume
@@ -244,7 +245,7 @@ def test_an_output_folder_in_use_is_refused_with_its_process_and_free_when_that_
     lock(cut).close()
 
 
-@pytest.mark.parametrize("format_", ["diffusers", "original"])
+@pytest.mark.parametrize("format_", slow_but(["diffusers"], ["diffusers", "original"]))
 @pytest.mark.parametrize("name", ["transformer/rank_00000.safetensors", "transformer/engine.json"])
 def test_an_export_of_damaged_weights_is_refused_and_names_another_checkpoint(
     tmp_path: Path, cut: Path, name: str, format_: str, monkeypatch: pytest.MonkeyPatch, capsys: Any

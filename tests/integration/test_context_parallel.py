@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from on_ranks.sequence import SIZE, Found, curves
+from on_ranks.sequence import SIZE, Curve, curves
 from PIL import Image
 from ranks import TEACHERS, call, has_async_io, losses, wandistiller
 from recipes import recipe_file, student_engine
@@ -16,7 +16,7 @@ from wandistiller.utils.files import read_json
 
 FEATURES = ["velocity", {"name": "feature", "weight": 0.5}]
 NARROW = {"init": "random", "num_layers": 2, "attention_head_dim": 16}
-JUDGED = {"name": "dmd2", "steps": 2, "critic_updates": 2, "critic_lr": 2e-3, "gan": 0.03}
+JUDGED = {"name": "dmd2", "steps": 2, "critic_updates": 1, "critic_lr": 2e-3, "gan": 0.03}
 PLAIN = student_engine(2)
 del PLAIN["activation_checkpointing"]
 RUNS: dict[str, dict[str, Any]] = {
@@ -43,13 +43,13 @@ def wan(folder: Path) -> Path:
     return make_wan(folder / "wan", heads=4)
 
 
-class Curves(dict[str, Found]):
+class Curves(dict[str, Curve]):
     """Runs of RUNS by name; those of QUICK, or all others, are made when one of them is asked for."""
 
     def __init__(self, folder: Path, wan: Path, ranks: int):
         self._files, self._ranks = (folder, wan), ranks
 
-    def __missing__(self, name: str) -> Found:
+    def __missing__(self, name: str) -> Curve:
         names = [other for other in RUNS if (other in QUICK) == (name in QUICK)]
         runs = {name: RUNS[name] | {"context_parallel": self._ranks} for name in names}
         self |= call(curves, *self._files, runs, ranks=self._ranks)[0]
@@ -70,14 +70,14 @@ def shared(folder: Path, wan: Path) -> Curves:
 
 @pytest.mark.parametrize("name", slow_but(QUICK, RUNS))
 def test_two_ranks_that_share_sequences_have_the_losses_and_gradients_of_one(
-    name: str, alone: dict[str, Found], shared: dict[str, Found]
+    name: str, alone: dict[str, Curve], shared: dict[str, Curve]
 ) -> None:
     for what, of_steps in alone[name].items():
         assert shared[name][what] == pytest.approx(of_steps, rel=1e-5), what
 
 
 @pytest.mark.slow  # the compiler takes minutes
-def test_compiled_blocks_share_sequences(folder: Path, wan: Path, alone: dict[str, Found]) -> None:
+def test_compiled_blocks_share_sequences(folder: Path, wan: Path, alone: dict[str, Curve]) -> None:
     compiled = {"wandistiller": {"compile": True}}
     settings = {
         "context_parallel": 2,
@@ -91,7 +91,7 @@ def test_compiled_blocks_share_sequences(folder: Path, wan: Path, alone: dict[st
 
 @pytest.mark.parametrize("degree", slow_but([], [2, 4]))
 def test_four_ranks_in_groups_have_the_losses_and_gradients_of_one(
-    degree: int, folder: Path, wan: Path, alone: dict[str, Found]
+    degree: int, folder: Path, wan: Path, alone: dict[str, Curve]
 ) -> None:
     names = ["stage 2", "features"]
     runs = {name: RUNS[name] | {"context_parallel": degree} for name in names}
@@ -104,7 +104,7 @@ def test_four_ranks_in_groups_have_the_losses_and_gradients_of_one(
 @pytest.mark.slow
 @pytest.mark.parametrize("teacher", TEACHERS)
 def test_every_placement_serves_ranks_that_share_sequences(
-    teacher: str, folder: Path, wan: Path, alone: dict[str, Found]
+    teacher: str, folder: Path, wan: Path, alone: dict[str, Curve]
 ) -> None:
     if "nvme" in teacher and not has_async_io():
         pytest.skip("no libaio here")

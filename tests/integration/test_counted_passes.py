@@ -14,7 +14,7 @@ from trainers import trainer_of
 from wandistiller.planner.time import Passes, passes
 from wandistiller.teacher.base import local_modules
 
-DMD2 = {"name": "dmd2", "steps": 4, "critic_updates": 5}
+DMD2 = {"name": "dmd2", "steps": 4, "critic_updates": 2}
 RUNS = {
     "adapters on one base": {
         "student_config": {},
@@ -71,4 +71,4 @@ def test_a_step_of_dmd2_makes_the_planned_passes_for_each_of_its_samples(
     total = job.batch.total
     found = {role: Passes(*(counted[role, kind] / total for kind in Passes._fields)) for role in planned}
     assert found == {role: pytest.approx(each, rel=1e-6) for role, each in planned.items()}
-    assert planned["teacher"] == (2, 0) and found["critic"].backward == 5
+    assert planned["teacher"] == (2, 0) and found["critic"].backward == 2

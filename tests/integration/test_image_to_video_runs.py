@@ -275,6 +275,7 @@ def test_pictures_of_prompts_that_no_row_has_are_refused(wans: Wans) -> None:
     assert '`sample_prompts` has "a dog", which no row has' in message
 
 
+@pytest.mark.slow
 def test_an_evaluation_leaves_out_and_names_the_images_that_training_skips(
     wans: Wans, tmp_path: Path
 ) -> None:

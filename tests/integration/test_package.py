@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 from ranks import ROOT, environment, metrics, run
+from slow_cases import slow_but
 
 from wandistiller import __version__
 
 
-@pytest.fixture(scope="module", params=["the checkout", pytest.param("sdist", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=slow_but([], ["the checkout", "sdist"]))
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The distribution that pip gets."""
     if request.param == "the checkout":
@@ -30,7 +31,6 @@ def site(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("part", ["wandistiller", "ds_configs"])
 def test_installation_holds_every_tracked_file_but_the_makers_of_the_teachers(part: str, site: Path) -> None:
     tracked = run(["git", "ls-files", part]).stdout.split()

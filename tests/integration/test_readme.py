@@ -23,7 +23,7 @@ from markdown_pages import (
     unique,
 )
 from published_wan import PUBLISHED, write_wans
-from ranks import ROOT, has_async_io, wandistiller
+from ranks import ROOT, has_async_io
 from slow_cases import slow_but
 
 from wandistiller.cli.main import main
@@ -72,7 +72,10 @@ def test_the_texts_have_a_training_command_for_every_published_wan() -> None:
 @pytest.mark.usefixtures("folder", "quiet_logging")
 @pytest.mark.parametrize(
     "command",
-    slow_but([c for c in DRY if "--recipe ds_configs/recipes/q" in c.line], DRY + OF_PLACEMENTS),
+    slow_but(
+        [c for c in DRY if c.line.endswith("--recipe ds_configs/recipes/quickstart.json")],
+        DRY + OF_PLACEMENTS,
+    ),
     ids=named,
 )
 def test_a_dry_run_of_a_training_command_misses_only_weights_and_a_machine(
@@ -210,7 +213,7 @@ def of_adapters(row: list[str]) -> tuple[str, str]:
 
 
 @pytest.mark.usefixtures("many_prompts", "quiet_logging")
-@pytest.mark.parametrize("row", slow_but([ADAPTERS[0]], ADAPTERS), ids=lambda row: of_adapters(row)[1])
+@pytest.mark.parametrize("row", slow_but([], ADAPTERS), ids=lambda row: of_adapters(row)[1])
 def test_a_row_of_adapters_is_what_plan_prints(row: list[str], capsys: pytest.CaptureFixture) -> None:
     machine, _, frames, device, host, disk, hours, flags = row
     count, each, of_host = re.findall(r"\d+", machine)
@@ -225,7 +228,7 @@ def test_a_row_of_adapters_is_what_plan_prints(row: list[str], capsys: pytest.Ca
 
 
 @pytest.mark.usefixtures("quiet_logging")
-@pytest.mark.parametrize("row", slow_but([FIRST_FRAMES[0]], FIRST_FRAMES), ids=lambda row: "_".join(row[1:3]))
+@pytest.mark.parametrize("row", slow_but([], FIRST_FRAMES), ids=lambda row: "_".join(row[1:3]))
 def test_a_row_of_image_to_video_recipes_is_what_plan_prints(
     row: list[str], folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -250,13 +253,6 @@ def test_the_table_of_the_readme_begins_with_adapters_in_rows_that_are_planned()
     for machine, wan, frames, device, host, disk, _, _, hours in shown:
         number = frames.removesuffix(" frames").replace("images", "1")
         assert [machine.removesuffix(", LoRA"), wan, number, device, host, disk, hours] in known
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", unique({"doctor"}), ids=named)
-def test_doctor_runs(command: Command, folder: Path) -> None:
-    done = wandistiller(*command.ours, cwd=folder)  # in a process of its own: it leaves its group of ranks
-    assert "deepspeed 0." in done.stdout + done.stderr
 
 
 def test_each_other_command_names_what_is_there() -> None:

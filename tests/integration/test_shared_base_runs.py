@@ -24,7 +24,7 @@ from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.transformer import velocity
 
-STEPS = 4
+STEPS = 3
 LORA = {"student_config": {}, "lora": {"rank": 4}, "max_steps": STEPS, "save_every": 2, "sample_every": STEPS}
 DMD2 = {"name": "dmd2", "steps": 4, "critic_updates": 2, "critic_lr": 2e-3}
 SHARED = DMD2 | {"critic_updates": 1, "shared": True}
@@ -83,7 +83,7 @@ def copies(folder: Path, wan2: Path) -> dict[str, Path]:
     return {}
 
 
-@pytest.mark.parametrize(("objective", "placement"), slow_but([("sum", "streamed")], RUNS))
+@pytest.mark.parametrize(("objective", "placement"), slow_but([], RUNS))
 def test_adapters_on_one_base_learn_what_they_learn_on_copies_bitwise(
     folder: Path, wan2: Path, copies: dict[str, Path], objective: str, placement: str
 ) -> None:
@@ -102,15 +102,6 @@ def test_two_ranks_on_one_base_learn_what_they_learn_on_copies_bitwise(
     given = {"ranks": 2, "objective": OBJECTIVES["dmd2"]}
     reference = trained(folder, wan2, f"two_copies_{placement}", COPIES, **given)
     assert_same(trained(folder, wan2, f"two_{placement}", PLACEMENTS[placement], **given), reference)
-
-
-@pytest.mark.slow
-def test_zero_3_cuts_the_adapters_alone_and_has_the_losses_of_zero_2(folder: Path, wan2: Path) -> None:
-    two, three = (
-        trained(folder, wan2, f"zero{n}", PLACEMENTS["streamed"], ranks=2, deepspeed_config=student_engine(n))
-        for n in (2, 3)
-    )
-    assert losses(three) == pytest.approx(losses(two), rel=1e-6)
 
 
 @pytest.mark.slow
@@ -192,7 +183,8 @@ def sources(trainer: Any) -> list[Any]:
 @pytest.fixture(scope="module")
 def adapters(folder: Path, wan2: Path) -> Path:
     """A LoRA file of rank 4, from a run."""
-    return trained(folder, wan2, "begun", PLACEMENTS["streamed"], objective="velocity") / "lora.safetensors"
+    more = {"objective": "velocity", "max_steps": 1}
+    return trained(folder, wan2, "begun", PLACEMENTS["streamed"], **more) / "lora.safetensors"
 
 
 def test_a_critic_from_the_teacher_begins_as_it_whatever_the_student_s_adapters_begin_with(

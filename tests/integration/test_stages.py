@@ -141,16 +141,6 @@ def test_prepare_fills_one_cache_for_all_stages(folder: Path, wan2: Path) -> Non
     assert files() == before
 
 
-@pytest.mark.slow
-def test_a_dry_run_and_a_plan_name_every_stage_and_write_nothing(folder: Path, wan2: Path) -> None:
-    file = staged(folder, wan2, "dry")
-    dry = wandistiller("train", "--recipe", file, "--dry_run").stderr
-    planned = wandistiller("plan", "--recipe", file).stdout
-    for stage in STAGES:
-        assert f"stage     {stage['name']}" in dry and f"stage {stage['name']}" in planned
-    assert not (folder / "dry").exists()
-
-
 def test_a_changed_earlier_stage_is_refused_before_anything_runs(
     folder: Path, wan2: Path, whole: Path
 ) -> None:

@@ -11,7 +11,7 @@ from on_ranks import simulated_gpus
 from ranks import call, program
 from simulated import Simulated, simulated_gpu
 
-pytestmark = [pytest.mark.simulated, simulated_gpu]
+pytestmark = [pytest.mark.simulated, pytest.mark.slow, simulated_gpu]
 
 
 @pytest.fixture
@@ -23,7 +23,6 @@ def on(devices: Simulated, function: Callable[..., Any], *arguments: Any, ranks:
     return call(function, *arguments, ranks=ranks, start=partial(program, gpus=devices))
 
 
-@pytest.mark.slow
 def test_every_number_is_the_cpu_s_bitwise(devices: Simulated) -> None:
     (found,) = on(devices, simulated_gpus.arithmetic, simulated_gpus.GPU)
     expected = simulated_gpus.arithmetic("cpu")
@@ -31,7 +30,6 @@ def test_every_number_is_the_cpu_s_bitwise(devices: Simulated) -> None:
     assert devices.reports() == ""
 
 
-@pytest.mark.slow
 def test_a_vae_in_tiles_codes_as_on_a_cpu_bitwise(tmp_path: Path) -> None:
     devices = Simulated(tmp_path, mib=1024)
     (found,) = on(devices, simulated_gpus.coded_in_tiles, simulated_gpus.GPU)

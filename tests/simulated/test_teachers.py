@@ -32,6 +32,7 @@ def on_gpus(ranks: int, wan: Path, work: Path, tasks: list[str]) -> dict[str, fl
     return {task: max(of_rank[task] for of_rank in found) for task in tasks}
 
 
+@pytest.mark.slow
 def test_four_placements_are_bitwise_diffusers_on_a_gpu(wan2: Path, tmp_path: Path) -> None:
     assert on_gpus(1, wan2, tmp_path, USUAL) == dict.fromkeys(USUAL, 0)
 
@@ -46,6 +47,7 @@ def test_every_placement_is_bitwise_diffusers_on_gpus(
     assert on_gpus(ranks, wan2, tmp_path, tasks) == dict.fromkeys(tasks, 0)
 
 
+@pytest.mark.slow
 def test_a_streamed_teacher_is_freed_after_its_last_copy_and_leaves_nothing(
     wan2: Path, tmp_path: Path
 ) -> None:
@@ -55,6 +57,7 @@ def test_a_streamed_teacher_is_freed_after_its_last_copy_and_leaves_nothing(
     assert devices.reports() == ""
 
 
+@pytest.mark.slow
 def test_the_thread_that_reads_blocks_uses_the_gpu_of_its_rank_alone(wan2: Path, tmp_path: Path) -> None:
     start = partial(program, gpus=Simulated(tmp_path, gpus=2))
     assert call(simulated_gpus.gpus_of_reads, wan2, ranks=2, start=start) == [{0}, {1}]

@@ -256,7 +256,7 @@ def destroy_engines(engines: Iterable[Any]) -> None:
     """Release engines, which must not be called afterwards.
 
     Hooks on gradients keep an engine with all that it holds (deepspeed 0.19.8).
-    tests/integration/test_census.py::test_no_network_is_left_for_the_export.
+    tests/unit/engine/test_workarounds.py::test_an_engine_that_was_destroyed_leaves_no_network.
     """
     for engine in engines:
         engine.destroy()

@@ -23,7 +23,8 @@ def fail(*_: object) -> None:
 
 
 if __name__ == "__main__":
-    meeting.MEETING_TIMEOUT, meeting.SAID_AFTER = timedelta(seconds=4), 1.0
+    meeting.MEETING_TIMEOUT, meeting.CONNECT_TIMEOUT = timedelta(seconds=4), timedelta(seconds=3)
+    meeting.SAID_AFTER = 1.0
     watchdog.POLL_SECONDS, watchdog.HEARTBEAT_SECONDS, watchdog.GRACE_SECONDS = 0.1, 0.1, 0.3
     watchdog.GONE_SECONDS = 5.0
     folder, number, when = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]

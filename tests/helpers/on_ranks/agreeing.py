@@ -14,15 +14,15 @@ from wandistiller.planner import resolve_auto
 from wandistiller.utils.errors import ConfigError
 
 
-def compared(given: dict[str, Any], on_rank_1: list[dict[str, Any]]) -> list[list[str]]:
+def compared(values: dict[str, Any], on_rank_1: list[dict[str, Any]]) -> list[list[str]]:
     """Return the messages where rank 1 has these changes, of the recipe or of what was found of the run."""
-    found = []
+    problems = []
     for changes in on_rank_1:
         changes = changes if collectives.rank() == 1 else {}
-        own = {key: changes[key] for key in changes.keys() & {"is_spent", "resume_from"}}
-        settings = {key: value for key, value in changes.items() if key not in own}
-        found.append(_problems(dataclasses.replace(job_of(given | settings), **own)))
-    return found
+        of_job = {key: changes[key] for key in changes.keys() & {"is_spent", "resume_from"}}
+        settings = {key: value for key, value in changes.items() if key not in of_job}
+        problems.append(_problems(dataclasses.replace(job_of(values | settings), **of_job)))
+    return problems
 
 
 def _problems(job: Job) -> list[str]:
@@ -33,20 +33,20 @@ def _problems(job: Job) -> list[str]:
     return []
 
 
-def chosen_on_two(given: dict[str, Any], rank_1: str) -> tuple[list[str], list[str]]:
+def chosen_on_two(values: dict[str, Any], rank_1: str) -> tuple[list[str], list[str]]:
     """Return the messages where two stages are `auto`, and the student JSONs if there are none.
 
     Args:
         rank_1: what its node can do: all, build nothing that rank 0 chooses, or no JSON at all.
     """
-    job, choices = job_of(given), resolve_auto.choices
+    job, choices = job_of(values), resolve_auto.choices
 
     def fewer(*args: Any, **kwargs: Any) -> Iterator[resolve_auto.Choice]:
-        found = choices(*args, **kwargs)
+        choice_of_rank = choices(*args, **kwargs)
         if collectives.rank() == 1 and rank_1 != "all":
-            next(found)
-            found = iter(()) if rank_1 == "nothing" else found
-        return found
+            next(choice_of_rank)
+            choice_of_rank = iter(()) if rank_1 == "nothing" else choice_of_rank
+        return choice_of_rank
 
     with patch.object(resolve_auto, "choices", fewer):
         try:

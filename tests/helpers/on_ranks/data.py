@@ -26,10 +26,10 @@ def samples_by_step(recipe: dict[str, Any]) -> list[list[tuple[int, list[int], s
     rank, b, steps = collectives.rank(), job.batch, []
     for step in range(job.run.max_steps):
         firsts = [step * b.total + (micro * b.ranks + rank) * b.micro for micro in range(b.accumulation)]
-        found = []
+        of_rank = []
         for index in (first + i for first in firsts for i in range(b.micro)):
             x0_BCFHW, text_BLD = data.x0([index]), data.conditioning([index]).text_BLD
-            found.append(
+            of_rank.append(
                 (
                     index,
                     (
@@ -39,6 +39,6 @@ def samples_by_step(recipe: dict[str, Any]) -> list[list[tuple[int, list[int], s
                     ),
                 )
             )
-        everyone = sorted(pair for theirs in collectives.gather_objects(found) for pair in theirs)
+        everyone = sorted(pair for theirs in collectives.gather_objects(of_rank) for pair in theirs)
         steps.append([sample for _, sample in everyone])
     return steps

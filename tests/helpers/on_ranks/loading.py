@@ -24,12 +24,12 @@ def shared_blocks() -> list[str]:
 
 def loaded(folder: Path, work: Path, names: list[str]) -> dict[str, dict[str, Any]]:
     """Load the teacher by each JSON; return the bytes that this rank read, and the memory that it shares."""
-    teacher, found = pipeline.open_wan(str(folder)), {}
+    teacher, loads = pipeline.open_wan(str(folder)), {}
     for name in names:
         placed = placement(name, "float32", swap=work / "swap")
         before = bytes_read()
         made: Any = build_teacher(teacher, placed)
-        found[name] = {"read": bytes_read() - before, "shared": shared_blocks()}
+        loads[name] = {"read": bytes_read() - before, "shared": shared_blocks()}
         collectives.barrier()
         del made
-    return found
+    return loads

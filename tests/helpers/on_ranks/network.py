@@ -35,8 +35,8 @@ def counted(self: Trainer, step: int) -> StepResult:
         name: sum(size * seen[0] for size, seen in sizes.items())
         for name, sizes in comm.comms_logger.get_raw_data().items()
     }
-    found = {"sent": {name: after[name] - before[name] for name in after}, "ops": ops}
-    (self.job.output.parent / f"sent_{collectives.rank()}.json").write_text(json.dumps(found))
+    counts = {"sent": {name: after[name] - before[name] for name in after}, "ops": ops}
+    (self.job.output.parent / f"sent_{collectives.rank()}.json").write_text(json.dumps(counts))
     return result
 
 

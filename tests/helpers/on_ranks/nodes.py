@@ -51,8 +51,8 @@ def cached(folder: Path, keys_by_rank: list[list[str]], lost: str = "") -> dict[
             return error.problems
 
 
-def first_checkpoint(folder: Path, given: dict[str, Any]) -> list[str]:
+def first_checkpoint(folder: Path, values: dict[str, Any]) -> list[str]:
     """Train by a recipe from its start; return the names of its checkpoints as this rank finds them."""
     with a_node_each(folder):
-        trainer_of(given).train()
+        trainer_of(values).train()
         return sorted(file.name for file in (folder / "run" / "checkpoints").glob("step_*"))

@@ -31,20 +31,20 @@ def uneven_batch(config: TransformerConfig, expert: Expert, call: int, device: t
     n, rows = (2, 9) if rank == 0 else (1, 5)
     x_t = keyed_normal((n, config.out_channels, frames, 4, 4), "x", rank, call).to(device)
     sigma, text = torch.tensor([0.95, 0.2])[:n], keyed_normal((n, rows, 32), "text", rank)
-    found = state(x_t, sigma.to(device), text.to(device), expert)
-    given = config.blank_state(x_t.shape[1:], n, rows).conditioning
-    frames = [keyed_normal(t.shape, "given", rank, i) for i, t in enumerate(given.tensors()[1:])]
-    return replace(found, conditioning=given.with_tensors([text, *frames]).map(lambda t: t.to(device)))
+    noised = state(x_t, sigma.to(device), text.to(device), expert)
+    blank = config.blank_state(x_t.shape[1:], n, rows).conditioning
+    frames = [keyed_normal(t.shape, "given", rank, i) for i, t in enumerate(blank.tensors()[1:])]
+    return replace(noised, conditioning=blank.with_tensors([text, *frames]).map(lambda t: t.to(device)))
 
 
 def outputs(teacher: Any, config: TransformerConfig, device: torch.device) -> list[torch.Tensor]:
     """Return velocities of five batches, and the first and last hidden states of every other batch."""
-    found = []
+    tensors = []
     for call, expert in enumerate((*Expert, *Expert, Expert.HIGH_NOISE)):
         batch = uneven_batch(config, expert, call, device)
         output = teacher.predict(batch, () if call % 2 else tuple({0, config.num_layers - 1}))
-        found += [output.v_BCFHW.cpu(), *(state.cpu() for state in output.features.values())]
-    return found
+        tensors += [output.v_BCFHW.cpu(), *(state.cpu() for state in output.features.values())]
+    return tensors
 
 
 def by_diffusers(folder: Path, dtype: torch.dtype) -> dict[str, list[torch.Tensor]]:

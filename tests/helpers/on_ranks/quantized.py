@@ -60,8 +60,8 @@ def differences(folder: Path, tasks: list[str]) -> dict[str, Any]:
         placed = placement(name, precision, weights=weights)
         teacher = build_teacher(open_wan(str(folder)), placed, guidance)
         read = bytes_read() - before
-        found = {"difference": difference(outputs(teacher, config, collectives.device()), expected)}
-        results[task] = found | {"read": read, "shared": shared_blocks()}
+        most = {"difference": difference(outputs(teacher, config, collectives.device()), expected)}
+        results[task] = most | {"read": read, "shared": shared_blocks()}
         collectives.barrier()
         del teacher
     return results

@@ -42,7 +42,7 @@ class Runs:
         self.folder, self.wan, self.parts = folder, wan, None
 
     def trainer(self, engine: str, steps: int, *, ema: float | None = None, **sections: Any) -> Trainer:
-        given = recipe(
+        values = recipe(
             self.folder,
             self.wan,
             output_dir=str(self.folder / "run"),
@@ -51,8 +51,8 @@ class Runs:
             deepspeed_config=engine_json(engine, self.folder / "swap") | sections,
             teacher_deepspeed_config={"zero_optimization": {"stage": 0}},
         )
-        self.parts = self.parts or parts_of(job_of(given))
-        return trainer_of(given, self.parts)
+        self.parts = self.parts or parts_of(job_of(values))
+        return trainer_of(values, self.parts)
 
 
 def train(trainer: Trainer, first: int, last: int) -> list[float]:
@@ -79,33 +79,33 @@ def resumed_runs(folder: Path, wan: Path, tasks: list[str]) -> dict[str, dict[st
     A task is an engine, for four steps with a checkpoint after two, in `folder`/NAME_PRECISION_RANKS; or
     `FROM>TO`, for the last two steps from the checkpoint of FROM, which is an engine or `@` and a folder.
     """
-    runs, found = Runs(folder, wan), {}
+    runs, results = Runs(folder, wan), {}
     for task in tasks:
         source, _, target = task.partition(">")
-        kept = source[1:] if source[0] == "@" else f"{source.replace(' ', '_')}_{collectives.world_size()}"
+        run = source[1:] if source[0] == "@" else f"{source.replace(' ', '_')}_{collectives.world_size()}"
         engine = target or source
         trainer = runs.trainer(engine, END, ema=None if "nvme" in engine else 0.9, scheduler=WARMUP)
         if target:
-            loading.load(trainer.learners, folder / kept / "checkpoints" / f"step_{CUT:08d}")
+            loading.load(trainer.learners, folder / run / "checkpoints" / f"step_{CUT:08d}")
             losses = []
         else:
             losses = train(trainer, 0, CUT)
-            save(trainer.student, folder / kept, CUT)
+            save(trainer.student, folder / run, CUT)
         losses += train(trainer, CUT, END)
-        end = folder / "ends" / f"{kept}_to_{target.replace(' ', '_')}_{collectives.world_size()}"
-        found[task] = {"losses": losses} | digests(trainer, end)
+        end = folder / "ends" / f"{run}_to_{target.replace(' ', '_')}_{collectives.world_size()}"
+        results[task] = {"losses": losses} | digests(trainer, end)
         trainer.student.engines.clear()
         del trainer
         gc.collect()
         collectives.log0("%s: done", task)
-    return found
+    return results
 
 
 def digests(trainer: Trainer, folder: Path) -> dict[str, str]:
     """Save a checkpoint; return the sha256 of its weights and, where there are any, averages."""
-    checkpoint, found = save(trainer.student, folder, END), {}
+    checkpoint, hashes = save(trainer.student, folder, END), {}
     for averaged in (False, True) if trainer.student.averages else (False,):
         state = dict(loading.read_weights(checkpoint, Expert.HIGH_NOISE, averaged))
         raw = b"".join(state[name].numpy().tobytes() for name in sorted(state))
-        found["averaged" if averaged else "weights"] = hashlib.sha256(raw).hexdigest()
-    return found
+        hashes["averaged" if averaged else "weights"] = hashlib.sha256(raw).hexdigest()
+    return hashes

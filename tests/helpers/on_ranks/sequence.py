@@ -10,10 +10,10 @@ from trainers import job_of, parts_of, trainer_of
 from wandistiller.distributed import collectives
 from wandistiller.utils.files import read_json
 
-STEPS = 3
+STEPS = 2
 SIZE = {"height": 32, "width": 32, "num_frames": 5}
 """2 latent frames of 2x2 patches: 8 tokens."""
-Found = dict[str, list[float]]
+Curve = dict[str, list[float]]
 
 
 def given_for(folder: Path, wan: Path, name: str, **settings: Any) -> dict[str, Any]:
@@ -26,20 +26,20 @@ def given_for(folder: Path, wan: Path, name: str, **settings: Any) -> dict[str, 
     return recipe(folder, wan, **SIZE | usual | settings)
 
 
-def curves(folder: Path, wan: Path, runs: dict[str, dict[str, Any]]) -> dict[str, Found]:
+def curves(folder: Path, wan: Path, runs: dict[str, dict[str, Any]]) -> dict[str, Curve]:
     """Return the losses and gradient norms of each step by run, of settings of a recipe each."""
-    found = {}
+    curve_of = {}
     for name, settings in runs.items():
-        given = given_for(folder, wan, f"{name}_{collectives.world_size()}", **settings)
-        trainer = trainer_of(given, parts_of(job_of(given)))
+        values = given_for(folder, wan, f"{name}_{collectives.world_size()}", **settings)
+        trainer = trainer_of(values, parts_of(job_of(values)))
         steps = [trainer.train_step(step) for step in range(STEPS)]
-        found[name] = {"losses": [s.loss for s in steps], "norms": [s.grad_norm for s in steps]}
+        curve_of[name] = {"losses": [s.loss for s in steps], "norms": [s.grad_norm for s in steps]}
         if steps[0].others:
-            found[name] |= {"critic": [s.others["critic"]["loss"] for s in steps]}
-            found[name] |= {"critic norms": [s.others["critic"]["grad_norm"] for s in steps]}
+            curve_of[name] |= {"critic": [s.others["critic"]["loss"] for s in steps]}
+            curve_of[name] |= {"critic norms": [s.others["critic"]["grad_norm"] for s in steps]}
         for learner in trainer.learners.values():
             learner.engines.clear()
         del trainer
         gc.collect()
         collectives.log0("%s: done", name)
-    return found
+    return curve_of

@@ -38,7 +38,7 @@ def arithmetic(device: str) -> list[Tensor]:
     loss = nn.functional.rms_norm(attention, (2,)).square().mean()
     loss.backward()
     drawn = torch.randn(5, device=device, generator=torch.Generator(device).manual_seed(3))
-    found = [
+    values = [
         loss,
         *(p.grad for p in network.parameters()),
         drawn,
@@ -46,7 +46,7 @@ def arithmetic(device: str) -> list[Tensor]:
         x.cumsum(1),
         x.to(torch.bfloat16),
     ]
-    return [value.detach().cpu() for value in found]
+    return [value.detach().cpu() for value in values]
 
 
 def late_copy(wait: bool) -> bool:
@@ -65,10 +65,10 @@ def early_read() -> bool:
     """Whether the host finds what is copied to page-locked memory, without waiting for it."""
     target = torch.zeros(MANY, pin_memory=True)
     target.copy_(torch.ones(MANY, device=GPU), non_blocking=True)
-    found = bool((target == 1).all())
+    is_there = bool((target == 1).all())
     torch.cuda.synchronize()
     assert bool((target == 1).all())
-    return found
+    return is_there
 
 
 def freed_too_early(record: bool) -> None:
@@ -128,8 +128,8 @@ def encoded_text(folder: Path, room: int) -> tuple[Tensor, int]:
     """Text of a prompt by an encoder that has so much room on the GPU, and the bytes that it keeps there."""
     more = offload_kwargs(folder / "text_encoder", torch.bfloat16, room, folder, torch.device(GPU))
     encoder = Encoder(folder, torch.bfloat16, torch.device(GPU), **more)
-    kept = torch.cuda.memory_allocated()
-    return encoder.encode("a red circle"), kept
+    allocated = torch.cuda.memory_allocated()
+    return encoder.encode("a red circle"), allocated
 
 
 def host_reads_device_memory() -> None:
@@ -150,14 +150,14 @@ def on_two_devices() -> list[str]:
 
 def fill(mib: int) -> dict[str, Any]:
     """Take memory until there is no more; what is said, and figures at the end."""
-    kept, error = [], ""
+    pieces, error = [], ""
     try:
         for _ in range(mib):
-            kept.append(torch.empty(2**20, dtype=torch.uint8, device=GPU))
-    except torch.OutOfMemoryError as found:
-        error = str(found)
+            pieces.append(torch.empty(2**20, dtype=torch.uint8, device=GPU))
+    except torch.OutOfMemoryError as raised:
+        error = str(raised)
     taken, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
-    kept.clear()
+    pieces.clear()
     torch.cuda.empty_cache()
     return {"error": error, "taken": taken, "free": free, "left": torch.cuda.memory_reserved()}
 
@@ -180,14 +180,14 @@ def sweeps(fault: str) -> bool:
         torch.cuda.Stream.wait_stream = lambda *_: None
     blocks = nn.ModuleList(nn.Identity() for _ in range(3))
     stored = [torch.full((MANY,), n, dtype=torch.uint8, pin_memory=True) for n in range(3)]
-    buffers, found = block_source.Buffers(MANY, torch.device(GPU)), []
+    buffers, means = block_source.Buffers(MANY, torch.device(GPU)), []
     network = nn.Module()
     network.blocks = blocks
     block_source.BlockStream(stored, buffers).serve(network)
     for number in (0, 1, 2, 0, 1, 2):
         blocks[number](torch.ones(1, device=GPU))
-        found.append(buffers.tensors[number % block_source.BUFFERS].float().mean())
-    return torch.stack(found).tolist() == [0, 1, 2, 0, 1, 2]
+        means.append(buffers.tensors[number % block_source.BUFFERS].float().mean())
+    return torch.stack(means).tolist() == [0, 1, 2, 0, 1, 2]
 
 
 def reduced(kind: torch.dtype) -> list[float]:
@@ -228,13 +228,13 @@ def coded_in_tiles(device: str) -> list[Tensor]:
     """Latents and pixels of a VAE that codes in tiles, in CPU memory."""
     torch.manual_seed(0)
     vae = FittingVae.from_config(vae_of(VAE21).config).to(device)
-    pixels, found = keyed_normal((1, 3, 5, 288, 480), "pixels").to(device), []
+    pixels, coded = keyed_normal((1, 3, 5, 288, 480), "pixels").to(device), []
     for code, name, shape in ((encoded, "encode", pixels.shape), (decoded, "decode", (1, 16, 2, 36, 60))):
         _, vae.chosen[name, torch.Size(shape)] = fitting(name, vae.settings, shape, 0, accelerator=True)
         with torch.no_grad():
-            found.append(code(vae, found[-1] if found else pixels))
+            coded.append(code(vae, coded[-1] if coded else pixels))
     assert list(vae.chosen.values()) == [True, True]
-    return [value.cpu() for value in found]
+    return [value.cpu() for value in coded]
 
 
 def call_often(folder: Path, name: str, times: int) -> tuple[int, int]:

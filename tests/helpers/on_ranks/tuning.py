@@ -88,9 +88,9 @@ def masters(student: Learner) -> dict[str, Tensor]:
     }
 
 
-def difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+def difference(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     """The greatest, relative to the greatest value."""
-    return max(((found[n] - w).abs().max() / w.abs().max()).item() for n, w in wanted.items())
+    return max(((actual[n] - w).abs().max() / w.abs().max()).item() for n, w in wanted.items())
 
 
 def steps_and_checkpoint(stage: int, dtype: str, work: Path) -> dict[str, float]:
@@ -129,23 +129,25 @@ def checkpoints(work: Path) -> list[dict[str, float]]:
 
 def round_robin_at_the_start(work: Path) -> list[float]:
     """Differences of the weights in a checkpoint before training from those that it was made of, by stage."""
-    given, found = dict(small_transformer(1, layers=3).named_parameters()), []
+    at_start, differences = dict(small_transformer(1, layers=3).named_parameters()), []
     for stage in (1, 2):
         zero = {"stage": stage, "round_robin_gradients": True}
         folder = save(build(PARTLY, engine(stage, zero_optimization=zero)), work / str(stage), 0)
         weights = dict(loading.read_weights(folder, Expert.HIGH_NOISE))
-        found.append(max((value - given[name]).abs().max().item() for name, value in weights.items()))
-    return found
+        differences.append(
+            max((value - at_start[name]).abs().max().item() for name, value in weights.items())
+        )
+    return differences
 
 
 def places_of_restored_steps() -> list[str]:
     """Devices of the counts of updates that are restored for torch's Adam, fused and not."""
-    found = []
+    devices = []
     for fused in (True, False):
         adam = ADAM | {"params": ADAM["params"] | {"torch_adam": True, "fused": fused}}
         student = build(PARTLY, engine(2, optimizer=adam, zero_optimization={"stage": 2}))
         trained = student.trained[Expert.HIGH_NOISE]
         trained.make_state(trained.flats[0], ["exp_avg", "exp_avg_sq"], 3)
         step = trained.optimizer(trained.flats[0]).state[trained.flats[0].key]["step"]
-        found.append(f"{step.item()} {step.device.type}")
-    return found
+        devices.append(f"{step.item()} {step.device.type}")
+    return devices

@@ -31,8 +31,8 @@ def index_of(device: Any = None) -> int:
     """The number of a device given in any of torch's ways; of the current one if it has none."""
     if isinstance(device, int):
         return device
-    given = torch.device(device).index if device is not None else None
-    return native.current_device() if given is None else given
+    index = torch.device(device).index if device is not None else None
+    return native.current_device() if index is None else index
 
 
 class Stream(torch.Stream):
@@ -123,7 +123,7 @@ class _IsNccl(type):
 class ProcessGroupNCCL(metaclass=_IsNccl):
     """Makes the simulated backend of NCCL's name, over gloo."""
 
-    kept: list[Any] = []  # the C++ side has no Python reference
+    backends: list[Any] = []  # the C++ side has no Python reference
 
     class Options:
         def __init__(self, *_: Any, **__: Any):
@@ -132,7 +132,7 @@ class ProcessGroupNCCL(metaclass=_IsNccl):
 
     def __new__(cls, store: Any, rank: int, size: int, options: Any = None) -> Any:
         timeout = getattr(options, "_timeout", None) or timedelta(minutes=30)
-        cls.kept.append(gloo := c10d.ProcessGroupGloo(store, rank, size, timeout))
+        cls.backends.append(gloo := c10d.ProcessGroupGloo(store, rank, size, timeout))
         return native.Nccl(gloo, rank, size)
 
 

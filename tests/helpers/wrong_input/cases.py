@@ -103,31 +103,31 @@ def outcome(words: list[str], here: Path) -> Outcome:
 
 def outcomes(cases: list[tuple[Path, list[str]]]) -> list[Outcome]:
     """Run command lines, each with its folder, one by one; called on ranks by test_validate_bad_input.py."""
-    found = []
+    of_cases = []
     for here, words in cases:
-        found.append(outcome([word.replace("{rank}", str(collectives.rank())) for word in words], here))
+        of_cases.append(outcome([word.replace("{rank}", str(collectives.rank())) for word in words], here))
         collectives.gather_problems([])  # a barrier that joins the ranks where no case has
-    return found
+    return of_cases
 
 
-def faults(case: Case, found: Outcome, here: Path, wan: Path) -> list[str]:
+def faults(case: Case, result: Outcome, here: Path, wan: Path) -> list[str]:
     """List what is wrong on the rank that reports."""
     expected = [case.fill(text, here, wan) for text in case.messages]
-    wrong = [f"no message has: {text}" for text in expected if not any(holds(e, text) for e in found.errors)]
-    if "Traceback" in found.printed:
+    wrong = [f"no message has: {text}" for text in expected if not any(holds(e, text) for e in result.errors)]
+    if "Traceback" in result.printed:
         wrong.append("a traceback")
-    if len(set(found.errors)) < len(found.errors):
+    if len(set(result.errors)) < len(result.errors):
         wrong.append("a message twice")
-    if not all(error.endswith((".", "`?", ")")) for error in found.errors):
+    if not all(error.endswith((".", "`?", ")")) for error in result.errors):
         wrong.append("a message that does not end")
-    return wrong + silent_faults(found)
+    return wrong + silent_faults(result)
 
 
-def silent_faults(found: Outcome) -> list[str]:
+def silent_faults(result: Outcome) -> list[str]:
     """List what is wrong and must hold on every rank."""
-    wrong = [] if found.code == 2 else [f"exit code {found.code}"]
-    wrong += [f"wrote {found.wrote}"] if found.wrote else []
-    return wrong + ([f"took {found.seconds:.0f} s"] if found.seconds > 30 else [])
+    wrong = [] if result.code == 2 else [f"exit code {result.code}"]
+    wrong += [f"wrote {result.wrote}"] if result.wrote else []
+    return wrong + ([f"took {result.seconds:.0f} s"] if result.seconds > 30 else [])
 
 
 def holds(message: str, expected: str) -> bool:
@@ -138,8 +138,8 @@ def holds(message: str, expected: str) -> bool:
 def table(name: str, read: Callable[[str], Any] = json.loads) -> Iterator[tuple[Any, str]]:
     """Read rows of NAME.txt: what is given, `=>`, what the message must hold."""
     for line in (TABLES / f"{name}.txt").read_text(encoding="utf-8").splitlines():
-        given, message = re.split(r" ?=> ", line, maxsplit=1)
-        yield read(given), message
+        value, message = re.split(r" ?=> ", line, maxsplit=1)
+        yield read(value), message
 
 
 NO_CHARACTER = "It holds a character that no file name or prompt can have. Remove it."

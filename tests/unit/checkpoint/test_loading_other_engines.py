@@ -28,6 +28,7 @@ def test_a_schedule_that_is_added_goes_on_at_the_run_s_step(tmp_path: Path) -> N
     assert rate == pytest.approx(1e-3 * (10 - 4) / (10 - 2)) == Rates(scheduled).at(6)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 def test_adam_goes_on_without_the_state_of_muon_which_has_no_moments_for_matrices(tmp_path: Path) -> None:
     muon = engine(optimizer={"type": "Muon", "params": {"lr": 1e-3}})

@@ -1,14 +1,15 @@
 """Real out-of-memory errors of all libraries, and the line that describes the memory."""
 
 import json
-import re
-import sys
+import resource
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from ranks import run
+from safetensors import safe_open
+from safetensors.torch import load_file
 
 from wandistiller.cli.failures import is_out_of_memory
 from wandistiller.distributed import device
@@ -16,57 +17,60 @@ from wandistiller.planner import machine
 from wandistiller.planner.machine import memory_line
 from wandistiller.utils.system_memory import GIB
 
-PROVOKED = """
-import json, resource, sys
-import numpy, torch
-from safetensors import safe_open
-from safetensors.torch import load_file
-from wandistiller.cli.failures import is_out_of_memory
-from wandistiller.planner.machine import memory_line
-file, GIB = sys.argv[1], 2**30
 
-def torch_empty(): torch.empty(GIB)
-def torch_result(): torch.ones(2**13, 1) @ torch.ones(1, 2**16)
-def torch_mapped(): torch.from_file(file, size=2**26)
-def numpy_zeros(): numpy.zeros(GIB)
-def python_bytes(): bytearray(2 * GIB)
-def safetensors_open(): safe_open(file, "pt")
-def safetensors_load(): load_file(file)
-def wrapped():
-    try: torch.empty(GIB)
-    except RuntimeError as error: raise ValueError("the step failed") from error
-def in_clean_up():
-    try: torch.empty(GIB)
-    finally: raise RuntimeError("Connection closed by peer")
-
-pages = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (pages + 2**27, pages + 2**27))
-results = {"limit": pages + 2**27, "line": memory_line(0)}
-for name in sys.argv[2:]:
+def wrapped(_: Path) -> None:
     try:
-        globals()[name]()
-        results[name] = "no error"
-    except Exception as error:
-        results[name] = is_out_of_memory(error)
-print(json.dumps(results))
-"""
-CASES = re.findall(r"^def (\w+)", PROVOKED, re.MULTILINE)
+        torch.empty(GIB)
+    except RuntimeError as error:
+        raise ValueError("the step failed") from error
 
 
-@pytest.fixture(scope="module")
-def provoked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Recognized or not, by each of CASES in a process limited to 128 MiB; its limit and its memory line."""
-    file = tmp_path_factory.mktemp("provoked") / "large.safetensors"
-    with file.open("wb") as made:  # one float32 tensor of 256 MiB, none of it written
+def in_clean_up(_: Path) -> None:
+    try:
+        torch.empty(GIB)
+    finally:
+        raise RuntimeError("Connection closed by peer")
+
+
+PROVOKED: dict[str, Callable[[Path], object]] = {
+    "torch": lambda _: torch.empty(GIB),
+    "a result of torch": lambda _: torch.ones(2**13, 1) @ torch.ones(1, 2**16),
+    "a file mapped by torch": lambda file: torch.from_file(str(file), size=2**26),
+    "numpy": lambda _: np.zeros(GIB),
+    "python": lambda _: bytearray(2 * GIB),
+    "safetensors opens": lambda file: safe_open(file, "pt"),
+    "safetensors loads": load_file,
+    "wrapped": wrapped,
+    "in clean-up": in_clean_up,
+}
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """A file with one float32 tensor of 256 MiB, none of it written."""
+    file = tmp_path / "large.safetensors"
+    with file.open("wb") as made:
         header = json.dumps({"a": {"dtype": "F32", "shape": [2**26], "data_offsets": [0, 2**28]}}).encode()
         made.write(len(header).to_bytes(8, "little") + header)
         made.truncate(8 + len(header) + 2**28)
-    return json.loads(run([sys.executable, "-c", PROVOKED, str(file), *CASES]).stdout.splitlines()[-1])
+    return file
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_real_failure_to_allocate_is_recognized(provoked: dict[str, Any], case: str) -> None:
-    assert provoked[case] is True
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    """Let this process take 128 MiB of addresses more, and no byte beyond them."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (pages + 2**27, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.parametrize("case", PROVOKED)
+def test_a_real_failure_to_allocate_is_recognized(case: str, large: Path, little_memory: None) -> None:
+    with pytest.raises(Exception) as failed:
+        PROVOKED[case](large)
+    assert is_out_of_memory(failed.value)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,9 @@ from wandistiller.cli.process import cpu_digest, set_defaults
 
 WORDS = [sys.executable, "-m", "wandistiller"]
 QUICKSTART = ["--recipe", str(ROOT / "ds_configs" / "recipes" / "quickstart.json")]
+SIGNALS = [signal.SIGTERM, signal.SIGINT]
+LIBRARIES = ["libtorch_global_deps", "_multiarray_umath", "_safetensors_rust"]
+"""The first of torch, numpy, and one of the last of those that a command imports."""
 
 
 @pytest.mark.parametrize(
@@ -50,12 +54,12 @@ def started(
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
-@pytest.mark.parametrize("library", ["libtorch_global_deps", "_multiarray_umath", "_safetensors_rust"])
+@pytest.mark.parametrize(
+    ("library", "number"), slow_but([(LIBRARIES[0], signal.SIGINT)], product(LIBRARIES, SIGNALS)), ids=str
+)
 def test_a_signal_while_libraries_are_imported_ends_the_command_with_one_line(
     number: signal.Signals, library: str, tmp_path: Path
 ) -> None:
-    """The first of torch, numpy, and one of the last of those that the command imports."""
     words = [*WORDS, "train", *QUICKSTART, "--output_dir", str(tmp_path / "run")]
     process = started(words, cwd=tmp_path)
     while process.poll() is None and library not in Path(f"/proc/{process.pid}/maps").read_text():
@@ -74,6 +78,7 @@ def test_a_signal_while_a_library_hides_stderr_has_its_line(tmp_path: Path) -> N
     assert done.stderr == "interrupted by SIGTERM\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGTERM), (1, signal.SIGINT)], ids=str)
 def test_a_rank_that_waits_for_another_names_it_and_the_first_signal_ends_it(
     rank: int, number: signal.Signals
@@ -125,14 +130,6 @@ def test_a_command_on_a_machine_without_a_gpu_prints_no_warning_of_deepspeed(tmp
     del env["DS_ACCELERATOR"]
     done = subprocess.run([*WORDS, "doctor"], capture_output=True, text=True, env=env, cwd=tmp_path)
     assert "Setting accelerator" not in done.stderr and "no GPU" in done.stderr
-
-
-def test_no_notice_says_that_images_are_read_without_torchvision(tmp_path: Path) -> None:
-    code = (
-        "from wandistiller.utils.logging import drop_noise\ndrop_noise()\nimport wandistiller.wan.components"
-    )
-    done = run([sys.executable, "-c", code], cwd=tmp_path, PYTHONPATH=str(ROOT))
-    assert "torchvision" not in done.stderr
 
 
 def test_a_crash_inside_a_library_prints_where_python_was() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from ranks import ROOT
 from recipes import recipe
+from slow_cases import slow_but
 from styles import style
 
 from wandistiller.config.job import Job
@@ -178,14 +179,15 @@ def sound(order: tuple[str, ...]) -> bool:
     return ready and few == sorted(few)
 
 
+@pytest.mark.parametrize("number", slow_but([2], [2, 8]))
 def test_any_order_of_stages_with_a_key_in_one_alone_is_a_sound_run_or_a_message_that_names_a_stage(
-    problems: Problems, file: str
+    number: int, problems: Problems, file: str
 ) -> None:
     pool, draw = {stage["name"]: stage for stage in (MATCH, BOTH, HIGH, LOW)}, Random(0)
     style_alone = {"teacher_lora": {"file": file, "expert": "high_noise"}}
     start = {"lora": LORA["lora"] | {"start": {"low_noise": file}}}
-    orders = [order for number in (1, 2, 3) for order in permutations(pool, number)]
-    for order in draw.sample(orders, 8):
+    orders = [order for length in (1, 2, 3) for order in permutations(pool, length)]
+    for order in draw.sample(orders, number):
         for of_all, own in ((LORA, {}), (LORA, style_alone), (LORA, start), ({}, LORA), ({}, style_alone)):
             place = draw.randrange(len(order))
             stages = [pool[name] | (own if n == place else {}) for n, name in enumerate(order)]

@@ -97,7 +97,7 @@ def check(file: Path, values: dict[str, Any]) -> None:
         assert len(error.problems) == len(set(error.problems))
 
 
-@fuzz(250)
+@fuzz(100)
 @given(changes=st.dictionaries(st.sampled_from(RUN_KEYS), VALUES, min_size=1, max_size=3))
 def test_any_values_of_a_recipe_are_checked(
     tmp_path: Path, sound: dict[str, Any], changes: dict[str, Any]
@@ -127,12 +127,10 @@ def spoilt(engine: dict[str, Any], changes: list[tuple[tuple[str, ...], Any]]) -
 CHANGES = st.lists(st.tuples(st.sampled_from(ENGINE_KEYS), VALUES), min_size=1, max_size=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "engine"),
-    [
-        pytest.param("deepspeed_config", ENGINE, marks=pytest.mark.slow),
-        ("teacher_deepspeed_config", {"zero_optimization": {"stage": 3}}),
-    ],
+    [("deepspeed_config", ENGINE), ("teacher_deepspeed_config", {"zero_optimization": {"stage": 3}})],
 )
 @fuzz(150)
 @given(changes=CHANGES)

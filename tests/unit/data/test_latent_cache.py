@@ -83,7 +83,7 @@ def ours(folder: Path, steps: int, high: float, low: float) -> tuple[Tensor, lis
 
 @pytest.mark.parametrize(
     ("experts", "steps", "high", "low"),
-    [(2, 1, 4.0, 3.0), (2, STEPS, 4.0, 3.0), (2, STEPS, 1.0, 1.0), (1, STEPS, 5.0, 5.0)],
+    [(2, STEPS, 4.0, 3.0), (1, STEPS, 5.0, 5.0)],
 )
 def test_denoise_makes_the_stock_pipeline_s_latents(
     wan1: Path, wan2: Path, experts: int, steps: int, high: float, low: float
@@ -99,7 +99,7 @@ def test_every_step_of_a_long_rollout_shows_the_watchdog_progress(wan2: Path) ->
     assert current.heartbeats - before >= STEPS
 
 
-@pytest.mark.parametrize(("boundary", "high"), [(0.875, 3), (0.9, 3), (0.901, 2), (0.833, 4)])
+@pytest.mark.parametrize(("boundary", "high"), [(0.9, 3), (0.901, 2)])
 def test_a_step_at_the_boundary_belongs_to_the_high_noise_expert(
     wan2: Path, copy_of: Callable[..., Path], boundary: float, high: int
 ) -> None:

@@ -52,7 +52,7 @@ def is_right_or_refused(folder: Path, raw: bytes) -> bool:
     return result is None or all(map(torch.equal, result, WRITTEN.values()))
 
 
-@fuzz(600)
+@fuzz(200)
 @given(place=st.integers(0, 10**6), bit=st.integers(0, 7))
 def test_a_flipped_bit_never_gives_other_numbers(
     tmp_path: Path, written: bytes, place: int, bit: int
@@ -62,7 +62,7 @@ def test_a_flipped_bit_never_gives_other_numbers(
     assert is_right_or_refused(tmp_path, bytes(raw))
 
 
-@fuzz(300)
+@fuzz(100)
 @given(raw=st.binary(max_size=300), length=st.integers(0, 10**6))
 def test_arbitrary_bytes_and_truncated_files_count_as_missing(
     tmp_path: Path, written: bytes, raw: bytes, length: int

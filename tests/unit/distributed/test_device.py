@@ -5,13 +5,16 @@ import torch
 import torch.distributed as dist
 from on_ranks.same_gpu import compared
 from ranks import call, free_port
+from slow_cases import slow_but
 
 from wandistiller.distributed import collectives, device
 from wandistiller.utils.errors import ConfigError
 
+SAME = (["GPU-1", "GPU-1"], True)
+
 
 @pytest.mark.parametrize(
-    ("names", "shared"), [(["GPU-1", "GPU-1"], True), (["GPU-1", "GPU-2"], False), (["", ""], False)]
+    ("names", "shared"), slow_but([SAME], [SAME, (["GPU-1", "GPU-2"], False), (["", ""], False)])
 )
 def test_two_ranks_on_one_gpu_are_told_on_both(names: list[str], shared: bool) -> None:
     messages = call(compared, names, free_port(), ranks=2)

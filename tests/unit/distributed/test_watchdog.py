@@ -7,9 +7,10 @@ import pytest
 from on_ranks import absent
 from on_ranks.suspended import never_goes_on, suspend
 from ranks import call, program
+from slow_cases import slow_but
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("rank", slow_but([1], [0, 1]))
 def test_a_rank_that_was_suspended_goes_on_and_so_do_the_others(rank: int) -> None:
     assert call(suspend, [rank], 1.0, 0.4, 60.0, ranks=2) == [[10, 11], [10, 11]]
 
@@ -35,7 +36,7 @@ def ends(number: int, when: str, folder: Path) -> str:
     return str(failed.value)
 
 
-@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("number", slow_but([0], [0, 2]))
 def test_a_rank_that_fails_before_the_ranks_have_met_is_named_by_the_others_after_the_stated_time(
     number: int, tmp_path: Path
 ) -> None:

@@ -1,9 +1,11 @@
 """Patches of DeepSpeed, and workarounds that change no number."""
 
 import ctypes
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import cpuinfo
@@ -14,10 +16,13 @@ from deepspeed.ops.op_builder import PinMemoryBuilder
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.ops.op_builder.fused_adam import FusedAdamBuilder
 from deepspeed.runtime.engine import DeepSpeedEngine
+from engines import engine, learner_of
 from ranks import run
+from small_wan import small_transformer
 
 from wandistiller.engine import workarounds
 from wandistiller.engine.patches import numbers_alone, patch_deepspeed
+from wandistiller.experts import Expert
 from wandistiller.utils.keyed_random import keyed_normal
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -67,6 +72,15 @@ def test_patches_are_applied_once() -> None:
     patch_deepspeed()
     assert before == (OpBuilder.jit_load, DeepSpeedEngine.__init__, cpuinfo.get_cpu_info)
     assert OpBuilder.jit_load.__module__ == patch_deepspeed.__module__
+
+
+def test_an_engine_that_was_destroyed_leaves_no_network() -> None:
+    student = learner_of(small_transformer(0, 1), engine(zero_optimization={"stage": 2}))
+    network = weakref.ref(student.engine(Expert.HIGH_NOISE).module)
+    workarounds.destroy_engines(student.engines.values())
+    del student
+    gc.collect()
+    assert network() is None
 
 
 @pytest.mark.slow

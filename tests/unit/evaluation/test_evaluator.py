@@ -10,6 +10,7 @@ from ranks import write_json
 
 from wandistiller.cli.evaluate import evaluate, read_evaluation
 from wandistiller.cli.parser import read
+from wandistiller.evaluation.metrics import METRICS, Metric
 from wandistiller.utils.files import read_json
 from wandistiller.wan.pipeline import open_wan
 
@@ -31,3 +32,17 @@ def test_a_teacher_draws_at_the_shift_of_the_student_s_run(
         assert result["shift"] == result["teacher_shift"] == 9 != open_wan(str(wan2)).shift
     text = (tmp_path / "evaluation.md").read_text(encoding="utf-8")
     assert re.search(r"timestep shift +\| 9 +\| 9 ", text)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_metric_that_is_added_to_the_list_is_in_the_figures_and_in_the_table(
+    wan1: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    halves = Metric(name="half", label="a half", compute=lambda drawn: torch.full((len(drawn.prompts),), 0.5))
+    for module in ("evaluator", "report"):
+        monkeypatch.setattr(f"wandistiller.evaluation.{module}.METRICS", [*METRICS, halves])
+    words = ["evaluate", "--student", wan1, "--teacher_path", wan1, "--output", tmp_path, "--quick"]
+    words += "--prompts a b --height 32 --width 32 --steps 1 --guidance_scale 1".split()
+    result = evaluate(read_evaluation(read([*map(str, words)])[1], torch.float32, 1))
+    assert [result[side]["half"]["value"] for side in ("teacher", "student", "ratio")] == [0.5, 0.5, 1.0]
+    assert re.search(r"\| a half +\| 0\.5", (tmp_path / "evaluation.md").read_text(encoding="utf-8"))

@@ -1,5 +1,6 @@
 """Planned activations against what autograd saves, and against the peak of the CPU's allocator."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -39,14 +40,13 @@ def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 PARTS = ("blocks", "attention", "feed_forward")
 KINDS = [{}, *({"checkpoint": part} for part in PARTS), {"checkpoint_every": 2}]
-IN_BOTH = slow_but(
-    [(kind, "float32") for kind in KINDS[:2]],  # bf16 is emulated on many CPUs
-    [(kind, dtype) for kind in KINDS for dtype in ("float32", "bfloat16")],
+CASES = slow_but(
+    [(KINDS[0], "float32", 4), (KINDS[1], "float32", 1)],  # bf16 is emulated on many CPUs
+    product(KINDS, ("float32", "bfloat16"), (1, 4)),
 )
 
 
-@pytest.mark.parametrize("sharers", [1, 4])
-@pytest.mark.parametrize(("block", "dtype"), IN_BOTH, ids=str)
+@pytest.mark.parametrize(("block", "dtype", "sharers"), CASES, ids=str)
 def test_planned_activations_of_all_or_a_part_of_the_tokens_are_the_measured_peak(
     one_rank: torch.device, block: dict[str, Any], dtype: str, sharers: int
 ) -> None:
@@ -70,7 +70,7 @@ def test_checkpoints_keep_the_inputs_of_all_blocks_once(one_rank: torch.device) 
     assert copied - kept >= (layers - 1) * MICRO * (TEXT + 6) * 256 * 4
 
 
-@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("samples", slow_but([2], [1, 2]))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_planned_memory_of_a_call_without_gradients_is_the_measured_peak(dtype: str, samples: int) -> None:
     model, _ = network(3, student_engine(dtype))
@@ -91,7 +91,7 @@ def test_norms_of_one_kernel_on_a_gpu_save_less_than_those_of_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("dtype", slow_but(["float32"], ["float32", "bfloat16"]))
-@pytest.mark.parametrize("teacher_width", [256, 512])
+@pytest.mark.parametrize("teacher_width", slow_but([512], [256, 512]))
 def test_planned_memory_of_compared_hidden_states_is_the_measured_peak(
     one_rank: torch.device, teacher_width: int, dtype: str
 ) -> None:

@@ -57,9 +57,10 @@ def predict(model: torch.nn.Module, form: str, samples: int = MICRO, text: int =
     return velocity(model, made)
 
 
+USUAL = ["states", "first"]
 KINDS = [(form, checkpoint) for form in FORMS for checkpoint in ("blocks", "attention", "")]
 IN_BOTH = slow_but(
-    [(*kind, "float32") for kind in KINDS if kind[1] == "blocks"],  # bf16 is emulated on many CPUs
+    [(form, "blocks", "float32") for form in USUAL],  # bf16 is emulated on many CPUs
     [(*kind, dtype) for kind in KINDS for dtype in ("float32", "bfloat16")],
 )
 
@@ -75,7 +76,7 @@ def test_planned_activations_with_given_frames_are_the_measured_peak(
     assert planned == pytest.approx(measured, rel=0.15)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", slow_but(USUAL, FORMS))
 def test_planned_memory_of_a_call_with_given_frames_is_the_measured_peak(form: str) -> None:
     model, _ = network(3, student_engine("float32"), **FORMS[form])
     planned, _ = call_bytes(

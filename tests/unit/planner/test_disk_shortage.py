@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from planned import ONE_24, published_job
 from ranks import wandistiller, write_json
+from slow_cases import slow_but
 
 from wandistiller.cli.main import main
 from wandistiller.engine.ds_overrides import MICRO, TOTAL
@@ -24,7 +25,7 @@ def paths(published: Path, tmp_path: Path, quiet_logging: None) -> list[str]:
     return f"--teacher_path {teacher} --data_path {published}/prompts.txt --output_dir {tmp_path}/run".split()
 
 
-@pytest.mark.parametrize("command", ["train", "prepare"])
+@pytest.mark.parametrize("command", slow_but(["train"], ["train", "prepare"]))
 def test_a_dry_run_names_missing_weights_and_too_small_a_disk_at_once(
     paths: list[str], command: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -73,6 +74,7 @@ def test_preparing_needs_nothing_of_what_training_takes(large: list[str]) -> Non
     assert main(["prepare", *large, "--dry_run"]) == 0
 
 
+@pytest.mark.slow
 def test_a_run_is_refused_from_a_fifth_over_what_is_free_on_and_warned_of_below(
     published: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +91,7 @@ def test_a_run_is_refused_from_a_fifth_over_what_is_free_on_and_warned_of_below(
     assert found == {0.99: (0, 0), 1.01: (0, 1), 1.19: (0, 1), 1.21: (1, 0)}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quiet_logging")
 def test_where_nothing_fits_that_could_be_recommended_the_table_says_why(
     published: Path, tmp_path: Path, capsys: pytest.CaptureFixture

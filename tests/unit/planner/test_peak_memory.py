@@ -122,6 +122,7 @@ def test_a_text_encoder_without_room_takes_what_there_is(published: Path) -> Non
     assert phase.alternatives["prompts"]["text encoder"].host < 4 * 5.68e9
 
 
+@pytest.mark.slow
 def test_whole_clips_are_decoded_beside_teacher_student_and_vae(published: Path) -> None:
     draws = {n: plan(job(published, EIGHT_80, num_frames=n), EIGHT_80)["draw"] for n in (41, 81)}
     some, work = (draws[n].alternatives["decode"]["VAE's activations"].transient for n in (41, 81))

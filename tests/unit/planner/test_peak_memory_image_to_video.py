@@ -25,7 +25,7 @@ def rows(folder: Path, wan: str) -> str:
     return str(file)
 
 
-@pytest.mark.parametrize("wan", slow_but([FIVE, "Wan2.2-I2V-A14B"], WANS))
+@pytest.mark.parametrize("wan", slow_but([FIVE], WANS))
 @pytest.mark.usefixtures("quiet_logging")
 def test_what_is_recommended_for_an_image_to_video_wan_fits(
     published: Path, tmp_path: Path, capsys: pytest.CaptureFixture, wan: str
@@ -48,6 +48,7 @@ def test_first_frames_of_5b_cost_memory_and_time(published: Path, tmp_path: Path
     assert all(given > text for text, given in zip(*found, strict=True))
 
 
+@pytest.mark.slow
 def test_the_image_encoder_is_on_the_gpu_while_frames_are_encoded(published: Path, tmp_path: Path) -> None:
     data = rows(tmp_path, "")
     found = {}

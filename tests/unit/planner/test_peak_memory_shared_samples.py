@@ -47,6 +47,7 @@ def test_81_frames_of_every_published_wan_fit_eight_gpus_of_80_gb(
     assert all(demand.is_met for demand in demands(moments(plan(run, EIGHT_80)), EIGHT_80))
 
 
+@pytest.mark.slow
 def test_a_14b_and_its_half_beside_it_need_several_ranks_a_clip(published: Path) -> None:
     taken = []
     for sharers in (1, 8):
@@ -61,11 +62,7 @@ def parts(run: Job, phase: str, turn: str) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("phase", "turn", "use"),
-    [
-        ("train", "student", "student's activations"),
-        ("train", "teacher", "a call of the teacher"),
-        ("draw", "student", "student's activations"),
-    ],
+    [("train", "student", "student's activations"), ("train", "teacher", "a call of the teacher")],
 )
 def test_activations_of_two_ranks_are_half_but_for_the_ends(
     published: Path, phase: str, turn: str, use: str

@@ -32,24 +32,31 @@ BOTH = TEACHER | {"deepspeed_config": "auto"}
 TENTH = TEACHER | {"student_config": "ds_configs/students/tenth.json"}
 IN_THE_CACHE = TEACHER | {"objective": "trajectory"}
 """The teacher only fills the cache."""
+COSINE = {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto"}}}
+USUAL = [
+    (SMALL, gpus(1, 24, 64), TEACHER, "as given", "replicated"),
+    (LARGE, gpus(1, 40, 256), TEACHER, "as given", "streamed"),  # 26.7 GiB beside 13.5
+    (LARGE, gpus(1, 24, 48), TENTH, "as given", "files"),  # not even a block-wise copy beside 1.5B
+    (SMALL, gpus(8, 80, 1000), BOTH, "zero2", "replicated"),
+    (LARGE, gpus(1, 48, 256), BOTH, "zero3_offload", "streamed"),  # two samples fit beside a replica
+]
 
 
 @pytest.mark.parametrize(
     ("wan", "machine", "given", "student", "teacher"),
-    [
-        (SMALL, gpus(1, 24, 64), TEACHER, "as given", "replicated"),
-        (LARGE, gpus(1, 40, 256), TEACHER, "as given", "streamed"),  # 26.7 GiB beside 13.5
-        (LARGE, gpus(1, 48, 256), TEACHER, "as given", "replicated"),
-        (TWO, gpus(4, 40, 1000), TEACHER, "as given", "streamed"),  # during Adam, unlike sharded
-        (LARGE, gpus(1, 24, 48), TENTH, "as given", "files"),  # not even a block-wise copy beside 1.5B
-        (LARGE, Machine(None, 48 * GIB, 1000 * GIB, 1, 1), TENTH, "as given", "files"),
-        (SMALL, Machine(None, 64 * GIB, 1000 * GIB, 1, 1), TEACHER, "as given", "replicated"),
-        (LARGE, gpus(1, 80, 256), IN_THE_CACHE, "as given", "replicated"),
-        (SMALL, gpus(8, 80, 1000), BOTH, "zero2", "replicated"),
-        (SMALL, gpus(1, 24, 64), BOTH, "zero0", "replicated"),
-        (LARGE, gpus(8, 80, 1000), BOTH, "zero2", "replicated"),
-        (LARGE, gpus(1, 48, 256), BOTH, "zero3_offload", "streamed"),  # two samples fit beside a replica
-    ],
+    slow_but(
+        USUAL,
+        [
+            *USUAL,
+            (LARGE, gpus(1, 48, 256), TEACHER, "as given", "replicated"),
+            (TWO, gpus(4, 40, 1000), TEACHER, "as given", "streamed"),  # during Adam, unlike sharded
+            (LARGE, Machine(None, 48 * GIB, 1000 * GIB, 1, 1), TENTH, "as given", "files"),
+            (SMALL, Machine(None, 64 * GIB, 1000 * GIB, 1, 1), TEACHER, "as given", "replicated"),
+            (LARGE, gpus(1, 80, 256), IN_THE_CACHE, "as given", "replicated"),
+            (SMALL, gpus(1, 24, 64), BOTH, "zero0", "replicated"),
+            (LARGE, gpus(8, 80, 1000), BOTH, "zero2", "replicated"),
+        ],
+    ),
 )
 def test_of_what_is_auto_the_simplest_that_fits_is_chosen(
     published: Path, wan: str, machine: Machine, given: dict[str, Any], student: str, teacher: str
@@ -98,9 +105,7 @@ def test_what_is_chosen_keeps_the_run_s_batch_optimizer_and_precision(published:
     assert identity(chosen(run, machine).job) == identity(run)
 
 
-@pytest.mark.parametrize(
-    "own", [{}, {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto"}}}]
-)
+@pytest.mark.parametrize("own", slow_but([COSINE], [{}, COSINE]))
 def test_auto_as_a_flag_keeps_batch_optimizer_and_schedule_of_the_recipe_s_json(
     published: Path, own: dict[str, Any]
 ) -> None:
@@ -127,6 +132,7 @@ def test_where_nothing_fits_the_message_has_what_came_nearest_and_what_helps(pub
         chosen(job(published, machine, TWO, **BOTH), machine)
 
 
+@pytest.mark.slow
 def test_a_run_leaves_the_jsons_that_it_chose(tmp_path: Path, wan1: Path) -> None:
     given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "run"), max_steps=2, **BOTH)
     log = wandistiller("train", "--recipe", write_json(tmp_path / "r.json", given)).stderr

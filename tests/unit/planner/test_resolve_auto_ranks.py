@@ -6,15 +6,17 @@ import pytest
 from on_ranks.agreeing import chosen_on_two
 from ranks import call
 from recipes import recipe
+from slow_cases import slow_but
+
+DIFFERS = "`auto` differs, as nodes can build different JSONs: student zero2, teacher "
 
 
 @pytest.mark.parametrize(
     ("rank_1", "begins"),
-    [
-        ("less", "`auto` differs, as nodes can build different JSONs: student zero2, teacher "),
-        ("nothing", "Nothing that could be chosen fits. Free are "),
-        ("all", None),
-    ],
+    slow_but(
+        [("less", DIFFERS)],
+        [("less", DIFFERS), ("nothing", "Nothing that could be chosen fits. Free are "), ("all", None)],
+    ),
 )
 def test_ranks_choose_the_same_or_all_end_with_one_message(
     rank_1: str, begins: str | None, tmp_path: Path, wan1: Path

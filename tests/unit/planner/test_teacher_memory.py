@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from shipped import placement
 from states import state
 from styles import style
+from tensors import count_no_shells
 from torch import nn
 from trainers import job_of
 
 from wandistiller.distributed import collectives
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.experts import Expert
-from wandistiller.network import activation_memory
 from wandistiller.network.activation_memory import Live
 from wandistiller.network.weight_reader import WeightReader
 from wandistiller.planner.teacher_memory import added_parts, teacher_bytes
@@ -203,9 +203,7 @@ def test_loras_added_to_the_embedded_teacher_take_the_planned_memory_while_its_w
     one_rank: torch.device, tmp_path: Path, name: str, keeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And to the end where its files are read at each call; their factors, a weight and its change."""
-    every = activation_memory.storages
-    real = lambda tensors: [s for s in every(tensors) if s.device.type != "meta"]  # noqa: E731
-    monkeypatch.setattr(activation_memory, "storages", real)
+    count_no_shells(monkeypatch)
     plain, file = open_wan("tiny"), style(TINY["tiny"], tmp_path / "style.safetensors", "to_q", "ffn")
     save_file({key: value.bfloat16() for key, value in load_file(file).items()}, file)
     added, most, now = [f"both={file}", f"low_noise={file}"], [], []

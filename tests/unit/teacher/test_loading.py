@@ -8,18 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
 from on_ranks import loading
 from ranks import call, has_async_io
 from shipped import placement
+from small_wan import small_transformer
+from tensors import count_no_shells
 
 from wandistiller.distributed import device
 from wandistiller.engine.workarounds import release_module_references
 from wandistiller.experts import Expert
-from wandistiller.network.weight_reader import WeightReader
+from wandistiller.network.activation_memory import Live
+from wandistiller.network.weight_reader import CHUNK_BYTES, WeightReader
 from wandistiller.teacher.base import local_modules
 from wandistiller.teacher.build import build_teacher
-from wandistiller.teacher.loading import ALIGNED, Arena, InitWithoutBroadcast, load_sharded
+from wandistiller.teacher.loading import ALIGNED, Arena, InitWithoutBroadcast, load_sharded, load_whole
 from wandistiller.wan.pipeline import open_wan
+from wandistiller.wan.transformer_config import TransformerConfig
 
 MIB = 2**20
 SHARES = {
@@ -70,6 +75,20 @@ def test_each_rank_reads_half_of_a_streamed_teacher_s_blocks_and_all_of_the_rest
 ) -> None:
     first, second = loaded["streamed"]["read"]
     assert stored / 2 < first < stored and first == pytest.approx(second, abs=MIB)
+
+
+def test_a_rank_never_holds_much_more_than_the_weights_in_their_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of files in float32, which would be twice as much as weights in bf16."""
+    small_transformer(0, 20, ffn_dim=512, num_attention_heads=4).save_pretrained(tmp_path)
+    config = TransformerConfig.of(WanTransformer3DModel.load_config(tmp_path))
+    reader = WeightReader(tmp_path)
+    count_no_shells(monkeypatch)
+    with Live() as live:
+        model = load_whole(reader, config, torch.bfloat16, torch.device("cpu"))
+    held, slack = sum(p.nbytes for p in model.parameters()), CHUNK_BYTES + 4 * 512 * 128
+    assert held <= live.most < held + slack < 0.75 * sum(4 * p.numel() for p in model.parameters())
 
 
 def test_an_arena_s_tensors_are_aligned_apart_and_zero() -> None:

@@ -13,6 +13,7 @@ from recipes import recipe
 from shipped import placement
 from slow_cases import slow_but
 from small_wan import small_transformer
+from tensors import count_no_shells
 from torch import Tensor, nn
 
 pytest.importorskip("torchao")
@@ -25,7 +26,6 @@ from wandistiller.config.validate import read_job
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.evaluation.velocity_error import bands, quantization_error
 from wandistiller.experts import Expert
-from wandistiller.network import activation_memory
 from wandistiller.network.activation_memory import Live
 from wandistiller.network.block_source import BUFFERS
 from wandistiller.network.weight_reader import CHUNK_BYTES, WeightReader
@@ -115,6 +115,7 @@ def test_a_layer_that_blocks_of_64_elements_do_not_fill_stays_as_it_is() -> None
 # Loading
 
 
+EACH_ONCE = [f"{n} {w} bfloat16" for n, w in zip(PLACEMENTS, (*FORMATS, "nf4"), strict=True)]
 ONE_RANK = [f"{name} {weights} bfloat16" for name in PLACEMENTS for weights in FORMATS]
 TWO_RANKS = [f"{name} nf4 float32" for name in PLACEMENTS] + [
     "streamed int8 bfloat16",
@@ -123,7 +124,7 @@ TWO_RANKS = [f"{name} nf4 float32" for name in PLACEMENTS] + [
 
 
 @pytest.mark.parametrize(
-    ("ranks", "tasks"), [(1, ONE_RANK), pytest.param(2, TWO_RANKS, marks=pytest.mark.slow)]
+    ("ranks", "tasks"), slow_but([(1, EACH_ONCE)], [(1, EACH_ONCE), (1, ONE_RANK), (2, TWO_RANKS)])
 )
 def test_every_placement_s_guided_velocities_and_hidden_states_are_bitwise_torchao_s(
     ranks: int, tasks: list[str], wan2: Path
@@ -178,9 +179,7 @@ def test_a_rank_never_holds_much_more_than_the_quantised_weights(
     small_transformer(0, 12, ffn_dim=512, num_attention_heads=4).save_pretrained(tmp_path)
     config = TransformerConfig.of(WanTransformer3DModel.load_config(tmp_path))
     reader = WeightReader(tmp_path)
-    every = activation_memory.storages
-    real = lambda tensors: [s for s in every(tensors) if s.device.type != "meta"]  # noqa: E731
-    monkeypatch.setattr(activation_memory, "storages", real)
+    count_no_shells(monkeypatch)
     with Live() as live:
         model = load_whole(reader, config, torch.float32, torch.device("cpu"), "int8")
     largest = 4 * 512 * 128  # a feed-forward layer in float32
@@ -270,6 +269,7 @@ def test_weights_that_float8_holds_exactly_have_no_error(
     assert max(errors(folder, "float8").values()) < 1e-9
 
 
+@pytest.mark.slow
 def test_placements_have_the_same_error(one_rank: torch.device, wan1: Path) -> None:
     found = []
     for name in PLACEMENTS:

@@ -206,6 +206,7 @@ def test_lineage_and_resolved_student_name_the_layers_that_were_kept(alone: Path
         assert {f"blocks.{kept[0]}.ffn", f"blocks.{kept[1]}.attn1.to_v", "stream"} <= actual["cut"].keys()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_layers(folder: Path, wan2: Path, alone: Path) -> None:
     before = (alone / "lineage.json").read_text()
     begun(folder, wan2, "alone", 1, REPLICATED, steps=2)

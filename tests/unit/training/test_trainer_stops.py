@@ -114,6 +114,7 @@ def of_all_roles(trainer: Trainer) -> list[Tensor]:
     return [p for network in networks for p in network.module.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["stopped", "killed"])
 def test_a_run_that_is_stopped_or_killed_in_the_critic_s_head_start_goes_on_in_it_to_the_same_end(
     how: str, tmp_path: Path, wan1: Path, monkeypatch: pytest.MonkeyPatch

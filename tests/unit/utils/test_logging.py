@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 from ranks import ROOT, environment, run
 
 IMPORTS = """
@@ -12,12 +13,14 @@ import deepspeed, diffusers, peft, torch, torchao
 from diffusers import WanImageToVideoPipeline
 from diffusers.quantizers.torchao import torchao_quantizer
 from transformers import CLIPImageProcessor
+import wandistiller.wan.components
 setup_logging("info")
 from deepspeed.utils import logger
 logger.warning("of DeepSpeed")
 """
 
 
+@pytest.mark.slow
 def test_imports_of_a_run_print_nothing_and_deepspeed_warns_on_stderr() -> None:
     done = run([sys.executable, "-c", IMPORTS])
     assert (done.stdout, done.stderr) == ("", "of DeepSpeed\n")

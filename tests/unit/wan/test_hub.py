@@ -1,10 +1,10 @@
 """A teacher by its hub id: files fetched, revisions, offline machines, messages of refusals."""
 
-import json
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -15,6 +15,8 @@ from small_wan import FORMS, make_wan
 
 from wandistiller.cli.main import main
 from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.logging import current, set_activity
+from wandistiller.wan import hub
 from wandistiller.wan.folder import WanFolder
 from wandistiller.wan.pipeline import open_wan
 
@@ -35,45 +37,6 @@ NOT_NEEDED = (
     "transformer/diffusion_pytorch_model.fp16.safetensors",
     "transformer/diffusion_pytorch_model-00001-of-00002.fp16.safetensors",
 )
-PROGRAM = """
-import json
-from wandistiller.utils.errors import ConfigError
-from wandistiller.utils.logging import current
-from wandistiller.wan import hub
-from wandistiller.wan.hub import bytes_to_fetch
-from wandistiller.wan.pipeline import open_wan
-
-download, activities = hub.snapshot_download, []
-
-def watched(*args, **kwargs):
-    activities.append(current.activity)
-    begins = current.heartbeats
-    try:
-        return download(*args, **kwargs)
-    finally:
-        activities.append(current.heartbeats - begins)
-
-hub.snapshot_download = watched
-
-def files():
-    return sorted(str(f.relative_to(folder.path)) for f in folder.path.rglob("*") if f.is_file())
-
-def problems(name, revision=None):
-    try:
-        open_wan(name, revision=revision)
-    except ConfigError as error:
-        return error.problems
-
-folder = open_wan("org/wan", revision="v1")
-result = {"revision": folder.revision, "opened": files()}
-result["to_fetch"] = bytes_to_fetch("org/wan", folder.revision)
-folder.require_weights()
-result["activities"] = activities[2:], current.activity
-result["then_to_fetch"] = bytes_to_fetch("org/wan", folder.revision)
-result["required"] = files()
-result |= {name: problems(name) for name in ("org/gated", "org/none")}
-print(json.dumps(result | {"nosuch": problems("org/wan", "nosuch")}))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -86,25 +49,57 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def online(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """Files of a process that opened, then required, that pipeline; `downloads`: (file, token) fetched."""
+    """What is found by `seen` in a fresh cache; `downloads`: (file, token) fetched."""
     folder = tmp_path_factory.mktemp("online")
     for file in (*whole.rglob("*"), *(whole / name for name in NOT_NEEDED)):
         if not file.is_dir():
             target = folder / "root" / file.relative_to(whole)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(file.read_bytes() if file.exists() else b"not needed")
-    with hub_of(folder / "root") as (address, downloads):
-        env = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address, "HF_TOKEN": "hf_mine"}
-        done = run([sys.executable, "-c", PROGRAM], HF_HUB_CACHE=str(folder / "cache"), **env)
-    return json.loads(done.stdout) | {"downloads": downloads}
+    with hub_of(folder / "root") as (address, downloads), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_TOKEN", "hf_mine")
+        files = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        settings = {"HF_HUB_OFFLINE": False, "ENDPOINT": address, "HUGGINGFACE_CO_URL_TEMPLATE": files}
+        for name, value in (settings | {"HF_HUB_CACHE": str(folder / "cache")}).items():
+            patch.setattr(constants, name, value)
+        return seen(patch) | {"downloads": downloads}
 
 
-@pytest.mark.slow
+def seen(patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Open, then require, a pipeline of a hub; return files, bytes to fetch and refusals."""
+    download, activities = hub.snapshot_download, []
+
+    def watched(*args: Any, **kwargs: Any) -> str:
+        activities.append(current.activity)
+        begins = current.heartbeats
+        try:
+            return download(*args, **kwargs)
+        finally:
+            activities.append(current.heartbeats - begins)
+
+    def files() -> list[str]:
+        return sorted(str(f.relative_to(folder.path)) for f in folder.path.rglob("*") if f.is_file())
+
+    def problems(name: str, revision: str | None = None) -> list[str]:
+        return problems_of(lambda: open_wan(name, revision=revision))
+
+    patch.setattr(hub, "snapshot_download", watched)
+    set_activity("starting")
+    folder = open_wan(ID, revision="v1")
+    found = {"revision": folder.revision, "opened": files()}
+    found["to_fetch"] = hub.bytes_to_fetch(ID, folder.revision)
+    folder.require_weights()
+    found["activities"] = activities[2:], current.activity
+    found["then_to_fetch"] = hub.bytes_to_fetch(ID, folder.revision)
+    found["required"] = files()
+    found |= {name: problems(name) for name in ("org/gated", "org/none")}
+    return found | {"nosuch": problems(ID, "nosuch")}
+
+
 def test_opening_a_hub_id_fetches_only_the_card_and_the_json_files_that_are_read(online: dict) -> None:
     assert set(online["opened"]) == NEEDED_FIRST and online["revision"] == COMMIT
 
 
-@pytest.mark.slow
 def test_weights_are_fetched_when_they_are_required_and_nothing_else_ever(online: dict, whole: Path) -> None:
     assert set(online["required"]) == {str(f.relative_to(whole)) for f in whole.rglob("*") if f.is_file()}
     assert sorted(name for name, _ in online["downloads"]) == online["required"]

@@ -1,8 +1,11 @@
 """The VAE whole and in tiles: the choice by free bytes, planned and real memory, and the values."""
 
+from itertools import product
+
 import pytest
 import torch
 from published_wan import VAE21 as PUBLISHED
+from slow_cases import slow_but
 from small_wan import VAE21, VAE22
 from torch import Tensor
 
@@ -54,8 +57,7 @@ def test_planned_memory_of_tiles_is_at_least_that_of_real_tensors(name: str, siz
         assert measured.most <= planned <= 1.5 * measured.most
 
 
-@pytest.mark.parametrize("frames", [1, 9])
-@pytest.mark.parametrize("name", VAES)
+@pytest.mark.parametrize(("name", "frames"), slow_but([("Wan2.2", 9)], product(VAES, (1, 9))))
 def test_planned_memory_of_a_batch_is_at_least_that_of_real_tensors(name: str, frames: int) -> None:
     vae, spatial = VAES[name]
     pixels, z = (3, 3, frames, 64, 96), vae["z_dim"]
