@@ -56,8 +56,7 @@ def read_job(
         ConfigError: with every problem of each part, or with every one between them.
     """
     problems: list[Problem] = []
-    origins, folder = origins or {}, None
-    ranks = max(1, world // run.context_parallel)  # with different samples
+    origins, replicas, folder = origins or {}, max(1, world // run.context_parallel), None
     with collecting(problems):
         folder = _read_folder(run)
     with collecting(problems):
@@ -69,7 +68,7 @@ def read_job(
         objective = read_objective(run.objective)
     with collecting(problems):  # with what depends on the student and the data left open
         json = _overridden(_opened(run, ENGINE, origins), run)
-        batch = _engine(json, ranks, TransformerConfig.usual(), steps=1, here=here).batch
+        batch = _engine(json, replicas, TransformerConfig.usual(), steps=1, here=here).batch
     with collecting(problems):
         teacher = _teacher(_opened(run, TEACHER, origins), run, world, here=here)
     if problems := problems + own_problems(run, here=here):
@@ -81,7 +80,7 @@ def read_job(
         items=items,
         student=student,
         student_transformer=transformer,
-        student_engine=_engine(json, ranks, transformer, steps=whole.max_steps, here=here),
+        student_engine=_engine(json, replicas, transformer, steps=whole.max_steps, here=here),
         teacher=teacher,
         objective=objective,
         resume_from=None,
