@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
-from ranks import wandistiller
+from ranks import wandistiller, write_json
 from recipes import train
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -227,6 +227,7 @@ def test_the_exported_folder_opens_offline_in_shards_walks_the_sigmas_trained_fo
     two_experts: Path, tmp_path: Path
 ) -> None:
     (two_experts / "evaluation.md").write_text("# title\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\nnotes")
+    write_json(two_experts / "evaluation.json", {"trained_steps": 3})
     target = tmp_path / "student"
     export(two_experts, target, "--max_shard_size 300KB")
     assert len(list((target / "transformer").glob("*.safetensors"))) > 1
