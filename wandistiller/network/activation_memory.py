@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from wandistiller.distributed.sequence_parallel import ImaginedRanks
 from wandistiller.engine.activation_checkpointing import SECTION, CheckpointPolicy
 from wandistiller.engine.engine_config import EngineConfig
+from wandistiller.engine.kernels import Kernels
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.network.config import NetworkConfig
 from wandistiller.network.names import set_parameter
@@ -242,6 +243,7 @@ def _transformer(
             module.forward = lambda x, weight=module.weight: _FusedNorm.apply(x, weight)
     state = config.blank_state(latent, samples, text_tokens)
     config.share_sequences(model, ImaginedRanks(sharers))
+    config.use_kernels(model, Kernels())
     return model, lambda: config.velocity(model, state)
 
 

@@ -22,11 +22,13 @@ from slow_cases import slow_but
 from wandistiller.batch import Prediction
 from wandistiller.distributed.sequence_parallel import ImaginedRanks
 from wandistiller.engine.engine_config import EngineConfig
+from wandistiller.engine.kernels import Kernels
 from wandistiller.network.activation_memory import activation_bytes, call_bytes, compared_bytes
 from wandistiller.network.blocks import Blocks
 from wandistiller.objectives.feature import FeatureMatching
 from wandistiller.wan import structure, text_padding
 from wandistiller.wan.context_parallel import share_sequences
+from wandistiller.wan.kernels import use_kernels
 from wandistiller.wan.transformer_config import TransformerConfig
 
 
@@ -56,6 +58,7 @@ def test_planned_activations_of_all_or_a_part_of_the_tokens_are_the_measured_pea
     planned = activation_bytes(config(layers), engine, LATENT, MICRO, **how).transient
     if sharers > 1:
         share_sequences(model, ImaginedRanks(sharers))
+        use_kernels(model, Kernels())
     measured = peak_bytes(lambda: predict(model).square().mean().backward())
     assert planned == pytest.approx(measured, rel=0.15)
 
