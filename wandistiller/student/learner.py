@@ -25,6 +25,7 @@ from wandistiller.engine.workarounds import (
     skip_nonfinite_steps,
     uncount_skipped_step,
     uncounted,
+    wait_once_for_norms,
     without_dummy_step,
     without_empty_buckets,
 )
@@ -210,6 +211,7 @@ def _engine(
             model=model.train(), model_parameters=groups, config=config.for_deepspeed
         )
     skip_nonfinite_steps(engine)
+    wait_once_for_norms(engine)
     leave_out_reduction_of_one_rank(engine)
     if config.stage == 3:
         pace_fetches(network.config.called_in_turn(network.module))

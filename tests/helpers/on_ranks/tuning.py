@@ -48,8 +48,8 @@ def engine(stage: int, dtype: str = "float32", **more: Any) -> EngineConfig:
     return student_engine(load(ds).in_precision(dtype), collectives.world_size())
 
 
-def build(run: RunConfig, config: EngineConfig, seed: int = 1, **more: Any) -> Learner:
-    model = small_transformer(seed, layers=3)
+def build(run: RunConfig, config: EngineConfig, seed: int = 1, layers: int = 3, **more: Any) -> Learner:
+    model = small_transformer(seed, layers)
     network_of(model).prepare(Trained(lora=run.lora, frozen=run.frozen or (), seed=run.seed))
     return learner_of(model, config, learning_rates=run.learning_rates, **more)
 
@@ -68,6 +68,20 @@ def learn(student: Learner, step: int) -> float:
     engine.step()
     student.update_ema(Expert.HIGH_NOISE, step + 1)
     return loss.item()
+
+
+def waits_of_an_update(layers: int, reports: Path) -> int:
+    """Return how often the host waits for a simulated GPU in the second update of offloaded adapters."""
+    offload = {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
+    student = build(RunConfig(lora={"rank": 4}), engine(2, zero_optimization=offload), layers=layers)
+    trained, counts = student.engine(Expert.HIGH_NOISE), []
+    for step in range(2):
+        here = [t.to(collectives.device()) for t in batch(step).tensors()]
+        loss = student.velocity(batch(step).with_tensors(here)).square().mean()
+        for take in (lambda loss=loss: trained.backward(loss), trained.step, lambda: None):
+            counts.append(sum(file.read_text().count("wait: ") for file in reports.glob("*.waits")))
+            take()
+    return counts[-1] - counts[-3]
 
 
 def masters(student: Learner) -> dict[str, Tensor]:
