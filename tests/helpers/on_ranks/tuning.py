@@ -70,18 +70,27 @@ def learn(student: Learner, step: int) -> float:
     return loss.item()
 
 
-def waits_of_an_update(layers: int, reports: Path) -> int:
-    """Return how often the host waits for a simulated GPU in the second update of offloaded adapters."""
+def waits_of_an_update(layers: int, reports: Path) -> list[int]:
+    """Return how often the host waits for a simulated GPU in the second update of offloaded adapters.
+
+    Of one and of two micro-steps, without their forward passes.
+    """
     offload = {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
-    student = build(RunConfig(lora={"rank": 4}), engine(2, zero_optimization=offload), layers=layers)
-    trained, counts = student.engine(Expert.HIGH_NOISE), []
-    for step in range(2):
+    return [_waits(layers, reports, {"zero_optimization": offload}, micro_steps) for micro_steps in (1, 2)]
+
+
+def _waits(layers: int, reports: Path, sections: dict[str, Any], micro_steps: int) -> int:
+    config = engine(2, gradient_accumulation_steps=micro_steps, **sections)
+    student = build(RunConfig(lora={"rank": 4}), config, layers=layers)
+    trained, waits = student.engine(Expert.HIGH_NOISE), []
+    for step in range(2 * micro_steps):
         here = [t.to(collectives.device()) for t in batch(step).tensors()]
         loss = student.velocity(batch(step).with_tensors(here)).square().mean()
-        for take in (lambda loss=loss: trained.backward(loss), trained.step, lambda: None):
-            counts.append(sum(file.read_text().count("wait: ") for file in reports.glob("*.waits")))
-            take()
-    return counts[-1] - counts[-3]
+        before = sum(file.read_text().count("wait: ") for file in reports.glob("*.waits"))
+        trained.backward(loss)
+        trained.step()
+        waits.append(sum(file.read_text().count("wait: ") for file in reports.glob("*.waits")) - before)
+    return sum(waits[micro_steps:])
 
 
 def masters(student: Learner) -> dict[str, Tensor]:
