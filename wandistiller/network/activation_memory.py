@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from wandistiller.distributed.sequence_parallel import ImaginedRanks
-from wandistiller.engine.engine_config import RECOMPUTED, CheckpointPolicy, EngineConfig
+from wandistiller.engine.engine_config import RECOMPUTED, CheckpointPolicy, EngineConfig, Kernels
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.network.config import NetworkConfig
 from wandistiller.network.names import set_parameter
@@ -241,6 +241,7 @@ def _transformer(
             module.forward = lambda x, weight=module.weight: _FusedNorm.apply(x, weight)
     state = config.blank_state(latent, samples, text_tokens)
     config.share_sequences(model, ImaginedRanks(sharers))
+    config.use_kernels(model, Kernels())
     return model, lambda: config.velocity(model, state)
 
 

@@ -19,6 +19,7 @@ from activations import (
 )
 from ranks import call
 from slow_cases import slow_but
+from wandistiller.engine.kernels import Kernels
 
 from wandistiller.batch import Prediction
 from wandistiller.distributed.sequence_parallel import ImaginedRanks
@@ -28,6 +29,7 @@ from wandistiller.network.blocks import Blocks
 from wandistiller.objectives.feature import FeatureMatching
 from wandistiller.wan import structure, text_padding
 from wandistiller.wan.context_parallel import share_sequences
+from wandistiller.wan.kernels import use_kernels
 from wandistiller.wan.transformer_config import TransformerConfig
 
 
@@ -56,6 +58,7 @@ def test_planned_activations_of_all_or_a_part_of_the_tokens_are_the_measured_pea
     planned = activation_bytes(config(layers), engine, LATENT, MICRO, **how).transient
     if sharers > 1:
         share_sequences(model, ImaginedRanks(sharers))
+        use_kernels(model, Kernels())
     measured = peak_bytes(lambda: predict(model).square().mean().backward())
     assert planned == pytest.approx(measured, rel=0.15)
 
