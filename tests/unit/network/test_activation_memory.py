@@ -19,11 +19,10 @@ from activations import (
 )
 from ranks import call
 from slow_cases import slow_but
-from wandistiller.engine.kernels import Kernels
 
 from wandistiller.batch import Prediction
 from wandistiller.distributed.sequence_parallel import ImaginedRanks
-from wandistiller.engine.engine_config import EngineConfig
+from wandistiller.engine.engine_config import EngineConfig, Kernels
 from wandistiller.network.activation_memory import activation_bytes, call_bytes, compared_bytes
 from wandistiller.network.blocks import Blocks
 from wandistiller.objectives.feature import FeatureMatching

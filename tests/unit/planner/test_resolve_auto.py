@@ -12,7 +12,6 @@ from ranks import wandistiller, write_json
 from reading import run_of
 from recipes import recipe
 from slow_cases import slow_but
-from wandistiller.planner.phase_peak import moments
 
 from wandistiller.cli.flags import PlanFlags
 from wandistiller.cli.plan import plan_lines
@@ -21,7 +20,7 @@ from wandistiller.config.job import Job
 from wandistiller.config.validate import read_job
 from wandistiller.engine.zero_memory import Topology
 from wandistiller.planner.disk import on_its_disk
-from wandistiller.planner.machine import Machine, demands
+from wandistiller.planner.machine import Machine, demands, moments
 from wandistiller.planner.peak_memory import plan
 from wandistiller.planner.resolve_auto import choices, chosen, left_open, pairs, teachers, with_optimizer
 from wandistiller.utils.errors import ConfigError
