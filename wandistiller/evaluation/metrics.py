@@ -22,6 +22,8 @@ from wandistiller.utils.keyed_random import keyed_generator
 
 MOTION = "motion"
 """Name of the metric that says whether a student moves as its teacher does."""
+SPREAD, SIZE = "latent_spread", "latent_size"
+"""Names of those that say whether its colours are as strong."""
 Z = 1.959963984540054  # the normal distribution's 97.5 % point
 RESAMPLES = 2000
 
@@ -222,6 +224,16 @@ METRICS = [
         name="contrast_spread",
         label="spread of local contrast",
         compute=lambda drawn: contrast_spread(drawn.pixels_BCFHW),
+    ),
+    Metric(
+        name=SPREAD,
+        label="spread of latents",
+        compute=lambda drawn: drawn.x0_BCFHW.flatten(1).std(1),
+    ),
+    Metric(
+        name=SIZE,
+        label="mean size of latents",
+        compute=lambda drawn: drawn.x0_BCFHW.abs().flatten(1).mean(1),
     ),
     Metric(
         name="speed",

@@ -25,6 +25,12 @@ JUMPED = 5.0
 """Times the usual norm of the student's gradient."""
 SATURATED, COLLAPSED, SLOW = 1.15, 0.6, 0.8
 """Deviation of the samples over what it should be; distance of two seeds, and motion, over the teacher's."""
+LEAST_SPREAD, MOST_SPREAD = 0.94, 1.06
+"""Spread and size of samples over the teacher's, within which one of them should be."""
+FADED = (
+    "The samples' latents spread {value:.2f} times as far as the teacher's: colours fade. Train for more "
+    "updates, or raise `guidance_scale` by 0.5."
+)
 PATCH_PX = 8
 """Height and width of the windows of local contrast."""
 Alarm = tuple[str, str]
@@ -40,6 +46,8 @@ class SampleStats(NamedTuple):
     """Mean absolute difference of neighbouring latent frames; none of images."""
     distance: float = math.nan
     """Root mean square difference of the latents of two samples of one prompt; none of one sample."""
+    size: float = math.nan
+    """Mean absolute value of the latents' elements."""
     contrast_spread: float = math.nan
     """Of the pictures, as `contrast_spread`."""
     off_colour: float = math.nan
@@ -54,7 +62,7 @@ def after_given(x0_BCFHW: Tensor, given: int) -> Tensor:
 
 
 def sample_stats(x0_BCFHW: Tensor, other_BCFHW: Tensor | None = None, given: int = 0) -> Tensor:
-    """Return the first numbers of SampleStats for each sample, those of latents, float32, [B, 3].
+    """Return the first numbers of SampleStats for each sample, those of latents, float32, [B, 4].
 
     Args:
         other_BCFHW: samples of the same prompts from other noise.
@@ -67,7 +75,7 @@ def sample_stats(x0_BCFHW: Tensor, other_BCFHW: Tensor | None = None, given: int
         motion_B = after_given(x0_BCFHW, given).diff(dim=2).abs().flatten(1).mean(1)
     if other_BCFHW is not None:
         distance_B = (x0_BCFHW - other_BCFHW.float()).square().flatten(1).mean(1).sqrt()
-    return torch.stack([deviation_B, motion_B, distance_B], 1)
+    return torch.stack([deviation_B, motion_B, distance_B, x0_BCFHW.abs().flatten(1).mean(1)], 1)
 
 
 def picture_stats(pixels_BCFHW: Tensor, names: Sequence[str] | None) -> Tensor:
@@ -98,6 +106,11 @@ def contrast_spread(pixels_BCFHW: Tensor) -> Tensor:
     return torch.stack(spreads).mean(0).cpu()
 
 
+def nearer_to_1(spread: float, size: float) -> float:
+    """Return the ratio of latents to the teacher's that is nearer to 1: colours are off where both are."""
+    return min(spread, size, key=lambda ratio: abs(ratio - 1))
+
+
 def write_stats(file: Path, step: int, stats: dict[str, SampleStats]) -> None:
     """Write the statistics of a step's samples, by row (teacher, student), in place of its earlier ones."""
     columns = zip(SampleStats._fields, zip(*stats.values(), strict=True), strict=True)
@@ -115,6 +128,8 @@ class HealthChecks:
 
     def __init__(self, limits: Sequence[Limit] = ()) -> None:
         self._limits = limits
+        self._spread: float | None = None
+        """Of the samples drawn before, over the teacher's."""
         self._start: dict[str, list[float]] = {}
         self._last: dict[str, deque[float]] = {}
         self._norms: deque[float] = deque(maxlen=10 * WINDOW)
@@ -150,8 +165,8 @@ class HealthChecks:
             )
 
     def samples(self, teacher: SampleStats, student: SampleStats) -> Iterator[Alarm]:
-        if teacher.deviation and (ratio := student.deviation / teacher.deviation) > SATURATED:
-            yield "saturation", SATURATION.format(value=ratio, of="of the teacher's")
+        """Check samples of the student against the teacher's of the same prompts."""
+        yield from self._colours(teacher, student)
         if teacher.distance and (ratio := student.distance / teacher.distance) < COLLAPSED:
             yield (
                 "collapse",
@@ -165,6 +180,19 @@ class HealthChecks:
                 f"The student's frames change by {ratio:.2f} of what the teacher's do. More sampling steps, "
                 "a larger `shift`, or `consistency` in the objective help.",
             )
+
+    def _colours(self, teacher: SampleStats, student: SampleStats) -> Iterator[Alarm]:
+        """Check the spread and the size of latents, by that which is nearer to the teacher's."""
+        if not (teacher.deviation and teacher.size):
+            return
+        now = nearer_to_1(student.deviation / teacher.deviation, student.size / teacher.size)
+        before, self._spread = self._spread, now
+        goes_away = before is not None and abs(now - 1) >= abs(before - 1)
+        is_of_few_steps = not math.isnan(student.distance)
+        if now > SATURATED or now > MOST_SPREAD and goes_away and is_of_few_steps:
+            yield "saturation", SATURATION.format(value=now, of="of the teacher's")
+        elif now < LEAST_SPREAD and goes_away and is_of_few_steps:
+            yield "faded", FADED.format(value=now)
 
     def _add(self, watched: Mapping[str, float | None]) -> None:
         # not finite: null in metrics.jsonl
