@@ -141,7 +141,7 @@ def steps_and_checkpoint(stage: int, dtype: str, work: Path) -> dict[str, float]
         "frozen, averaged": max((averaged[n] - at_start[n]).abs().max().item() for n in frozen),
         "missing": len(at_start.keys() ^ last.keys()) + len(at_start.keys() ^ averaged.keys()),
         "in the checkpoint": sum(
-            "blocks.0" in n for n in ShardedTensors(folder.rglob("rank_*.safetensors")).names(WEIGHTS)
+            "blocks.0" in n for n in ShardedTensors(folder / Expert.HIGH_NOISE.value).names(WEIGHTS)
         ),
     }
 

@@ -33,7 +33,7 @@ from wandistiller.teacher.base import (
     local_modules,
 )
 from wandistiller.training.build_student import begins_as_teacher, initial_learners, require_finite_start
-from wandistiller.training.prepare import prepare, ranks_of
+from wandistiller.training.prepare import ranks_of
 from wandistiller.training.step_result import by_sigma
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.keyed_random import keyed_normal
@@ -285,8 +285,7 @@ def test_a_run_goes_on_from_its_own_resolved_recipe(alone: Path) -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_run_that_shares_samples_is_not_prepared_or_built_by_ranks_that_compute_alone() -> None:
+def test_a_run_that_shares_samples_is_not_built_by_ranks_that_compute_alone() -> None:
     job: Any = SimpleNamespace(run=SimpleNamespace(context_parallel=2), resume_from=None)
-    for begin in (lambda: prepare(job), lambda: initial_learners(job, None, None)):
-        with pytest.raises(ValueError, match="made by `ranks_of`"):
-            begin()
+    with pytest.raises(ValueError, match="made by `ranks_of`"):
+        initial_learners(job, None, None)

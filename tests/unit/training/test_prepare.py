@@ -139,10 +139,10 @@ def test_a_run_goes_on_when_a_file_of_its_data_changes(
 
     def found() -> list[torch.Tensor]:
         given = conditions.of([Sample(item, job.size)])
-        return [given.joined_BCFHW, made.x0_of([item], job.size), drawer._given["given"].stills]
+        return [given.joined_BCFHW, made.x0_of([item], job.size), drawer._beginnings["given"].stills]
 
     before = found()
     change(item.image)
     assert all(map(torch.equal, before, found()))
-    missing = PictureDrawer(job, made, conditions, None, None)._given
+    missing = PictureDrawer(job, made, conditions, None, None)._beginnings
     assert [*missing] == ["given"] * item.image.exists()
