@@ -74,9 +74,9 @@ class SelfAttention(WanAttnProcessor):
     ) -> Tensor:
         """Attend among the patches of all ranks of the sequence."""
         ranks, heads = self._now.ranks, (attn.heads, -1)
-        own = [ranks.part(table_1S1D) for table_1S1D in rope]
-        query_BSHD = self.rotated(attn.norm_q(attn.to_q(x_BSD)).unflatten(2, heads), *own)
-        key_BSHD = self.rotated(attn.norm_k(attn.to_k(x_BSD)).unflatten(2, heads), *own)
+        tables = [ranks.part(table_1S1D) for table_1S1D in rope]
+        query_BSHD = self.rotated(attn.norm_q(attn.to_q(x_BSD)).unflatten(2, heads), *tables)
+        key_BSHD = self.rotated(attn.norm_k(attn.to_k(x_BSD)).unflatten(2, heads), *tables)
         of_all = query_BSHD, key_BSHD, attn.to_v(x_BSD).unflatten(2, heads)
         if ranks.degree > 1:
             of_all = ranks.to_heads(torch.cat(of_all, dim=-1)).chunk(3, dim=-1)
