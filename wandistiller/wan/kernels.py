@@ -10,7 +10,8 @@ from types import MethodType
 import torch
 from diffusers import WanTransformer3DModel
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
-from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor, WanTransformerBlock
+from diffusers.models.transformers import transformer_wan
+from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
 from torch import Tensor
 
 from wandistiller.distributed.sequence_parallel import ALONE, Sharing
@@ -32,8 +33,10 @@ def use_kernels(model: WanTransformer3DModel, kernels: Kernels) -> None:
         if kernels.compile:  # without the hooks around it, which fetch weights
             block.forward = torch.compile(block.forward)
         else:
-            name = ACCELERATE_S if hasattr(block, ACCELERATE_S) else "forward"
-            setattr(block, name, MethodType(lean_forward, block))
+            if hasattr(block, ACCELERATE_S):
+                setattr(block, ACCELERATE_S, MethodType(WanTransformerBlock.forward, block))
+            else:  # a method on the block would be a cycle, which keeps its weights until it is collected
+                block.__class__ = WanTransformerBlock
             if not isinstance(block.attn1.processor, SelfAttention):
                 block.attn1.set_processor(SelfAttention(Sharing(ALONE)))
             block.attn1.processor.rotated = rotated
@@ -41,24 +44,30 @@ def use_kernels(model: WanTransformer3DModel, kernels: Kernels) -> None:
             block.attn1.processor._attention_backend = AttentionBackendName(kernels.attention)
 
 
-def lean_forward(
-    block: WanTransformerBlock, x_BSD: Tensor, text: Tensor | tuple[Tensor, Tensor], time: Tensor, rope: Rope
-) -> Tensor:
-    """Compute a block, and cast each of its states to float32 once.
+class WanTransformerBlock(transformer_wan.WanTransformerBlock):
+    """diffusers' block, which casts each of its states to float32 once.
 
-    Args:
-        text: what cross-attention takes.
-        time: time_B6D, or time_BS6D of each patch.
+    It has diffusers' name, by which DeepSpeed (0.19.8) and accelerate (1.15) find blocks.
     """
-    table_BS6D = block.scale_shift_table + (time if time.ndim == 4 else time[:, None]).float()
-    shift, scale, gate, shift_2, scale_2, gate_2 = table_BS6D.unbind(2)
-    wide_BSD = x_BSD.float()
-    normed_BSD = (block.norm1(wide_BSD) * (1 + scale) + shift).type_as(x_BSD)
-    x_BSD = (wide_BSD + block.attn1(normed_BSD, None, None, rope) * gate).type_as(x_BSD)
-    x_BSD = x_BSD + block.attn2(block.norm2(x_BSD.float()).type_as(x_BSD), text, None, None)
-    wide_BSD = x_BSD.float()
-    normed_BSD = (block.norm3(wide_BSD) * (1 + scale_2) + shift_2).type_as(x_BSD)
-    return (wide_BSD + block.ffn(normed_BSD) * gate_2).type_as(x_BSD)
+
+    def forward(
+        self, x_BSD: Tensor, text: Tensor | tuple[Tensor, Tensor], time: Tensor, rope: Rope
+    ) -> Tensor:
+        """Compute the next state.
+
+        Args:
+            text: what cross-attention takes.
+            time: time_B6D, or time_BS6D of each patch.
+        """
+        table_BS6D = self.scale_shift_table + (time if time.ndim == 4 else time[:, None]).float()
+        shift, scale, gate, shift_2, scale_2, gate_2 = table_BS6D.unbind(2)
+        wide_BSD = x_BSD.float()
+        normed_BSD = (self.norm1(wide_BSD) * (1 + scale) + shift).type_as(x_BSD)
+        x_BSD = (wide_BSD + self.attn1(normed_BSD, None, None, rope) * gate).type_as(x_BSD)
+        x_BSD = x_BSD + self.attn2(self.norm2(x_BSD.float()).type_as(x_BSD), text, None, None)
+        wide_BSD = x_BSD.float()
+        normed_BSD = (self.norm3(wide_BSD) * (1 + scale_2) + shift_2).type_as(x_BSD)
+        return (wide_BSD + self.ffn(normed_BSD) * gate_2).type_as(x_BSD)
 
 
 class SelfAttention(WanAttnProcessor):
