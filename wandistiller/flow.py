@@ -32,9 +32,13 @@ class FewSteps(NamedTuple):
     def expert(self, call: int) -> Expert:
         return expert_at(self.sigmas[call], self.boundary)
 
+    def ends(self, call: int) -> tuple[float, float]:
+        """Return the noise levels from which, and to which, a call leads, counted from 0."""
+        return self.sigmas[call], (*self.sigmas, 0.0)[call + 1]
+
     def following(self, call: int, x_BCFHW: Tensor, v_BCFHW: Tensor, new_BCFHW: Tensor | None) -> Tensor:
         """Return the state after a call, counted from 0, with its velocity; RENOISE takes new noise."""
-        sigma, following = (*self.sigmas, 0.0)[call : call + 2]
+        sigma, following = self.ends(call)
         if self.sampler == EULER:
             return x_BCFHW + (following - sigma) * v_BCFHW
         return (1 - following) * (x_BCFHW - sigma * v_BCFHW) + following * new_BCFHW
@@ -89,19 +93,35 @@ class FlowSchedule:
         """Return the probability of the high-noise expert: 1 - unshifted(boundary)."""
         return 1.0 if self.boundary is None else 1 - self.unshifted(self.boundary)
 
-    def draw_expert(self, step: int) -> Expert:
-        """Draw the expert of one optimizer step, equal on every rank by construction."""
+    def draw_expert(self, step: int, call: int | None = None) -> Expert:
+        """Draw the expert of one optimizer step, equal on every rank by construction.
+
+        Args:
+            call: of a few-step student, to draw an expert of levels between its ends.
+        """
         if self.trained:
             return self.trained
         u = self.uniform("expert", step, 0)
+        if call is not None:
+            start, end = self.few.ends(call)
+            return expert_at(end + (start - end) * u, self.boundary)
         return Expert.HIGH_NOISE if u < self.high_noise_share() else Expert.LOW_NOISE
 
-    def draw_sigma(self, expert: Expert, step: int, sample_index: int) -> float:
-        """Draw sigma in (0, 1], with u uniform on the part of the unshifted line that belongs to `expert`."""
+    def draw_sigma(self, expert: Expert, step: int, sample_index: int, call: int | None = None) -> float:
+        """Draw sigma in (0, 1], with u uniform on the part of the unshifted line that belongs to `expert`.
+
+        Args:
+            call: of a few-step student, to draw sigma uniformly between its ends, as far as `expert` serves.
+        """
         share = self.high_noise_share()
         low, high = (1 - share, 1.0) if expert is Expert.HIGH_NOISE else (0.0, 1 - share)
         # 1 - u is in (0, 1], so sigma is never exactly 0, where x_t has no noise and v cannot be learned
-        return self.shifted(low + (high - low) * (1 - self.uniform("sigma", step, sample_index)))
+        u = 1 - self.uniform("sigma", step, sample_index)
+        if call is not None:
+            start, end = self.few.ends(call)
+            low, high = max(self.shifted(low), end), min(self.shifted(high), start)
+            return low + (high - low) * u
+        return self.shifted(low + (high - low) * u)
 
     def uniform(self, *key: int | str) -> float:
         """Draw from [0, 1) in float64."""

@@ -14,7 +14,7 @@ from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import MicroBatches
 from wandistiller.engine.batch_size import BatchSize
 from wandistiller.experts import Expert
-from wandistiller.objectives.dmd2 import CRITIC, drawn
+from wandistiller.objectives.dmd2 import CRITIC, NOISE, drawn
 from wandistiller.training.prepare import prepare
 from wandistiller.training.trainer import Trainer
 from wandistiller.wan.transformer import renew_rope, velocity
@@ -126,16 +126,20 @@ class PlainDmd2:
         student, *joint = self.update_student(first + alone)
         return student, statistics.mean(critic + joint)
 
-    def sampled(self, update: int) -> tuple[State, torch.Tensor]:
-        """Sample up to a drawn call; return the noise for the samples, at its level, and x0 of that call."""
-        start = drawn(self.source, update, 0)
+    def sampled(self, update: int, compare: str = NOISE) -> tuple[State, torch.Tensor]:
+        """Sample up to a drawn call; return the noise for the samples, at its level, and x0 of that call.
+
+        The noise of those on the path is where the velocity of that call comes from.
+        """
+        start = drawn(self.source, update, 0, compare)
         text_BLD, x = whole(start.conditioning.text_BLD), start.x_t_BCFHW
         levels = [*self.job.schedule.few.sigmas, 0.0][: start.exit + 2]
         for sigma, following in pairwise(levels):
             with torch.set_grad_enabled(following == levels[-1]):  # at the drawn call
                 v = self.student(x, torch.full((len(x),), 1000 * sigma), text_BLD).sample
-            x, x0 = x + (following - sigma) * v, x - sigma * v
-        return replace(start.renoise, conditioning=Conditioning(text_BLD)), x0
+            x, x0, noise = x + (following - sigma) * v, x - sigma * v, x + (1 - sigma) * v.detach()
+        noise = torch.where(start.on_path_B.view(-1, 1, 1, 1, 1), noise, start.renoise.x_t_BCFHW)
+        return replace(start.renoise, x_t_BCFHW=noise, conditioning=Conditioning(text_BLD)), x0
 
     def renoised(self, noise: State, x0: torch.Tensor) -> tuple[State, torch.Tensor]:
         """The samples with noise, and the velocity of the line from the one to the other."""
@@ -149,13 +153,18 @@ class PlainDmd2:
 
     def update_student(self, update: int) -> list[float]:
         """Return the losses of what learned: the student, and the critic if it shares the samples."""
-        noise, x0 = self.sampled(update)
+        noise, x0 = self.sampled(update, self.dmd2.compare)
         sample, target = self.renoised(noise, x0)
         v_teacher = guided(self.teacher[sample.expert], sample, self.null_LD, SCALES[sample.expert])
         v_critic = velocity(self.critic, sample)
         t = sample.sigma_B.view(-1, 1, 1, 1, 1)
         away = (x0 - (sample.x_t_BCFHW - t * v_teacher)).abs().mean((1, 2, 3, 4), keepdim=True)
-        gradient = t * (v_teacher - v_critic) / away.clamp(min=1e-4)
+        gradient = t * (v_teacher - v_critic.detach())
+        if self.dmd2.projected:
+            residual = v_critic.detach() - target
+            products = [(a * residual).sum((1, 2, 3, 4), keepdim=True) for a in (gradient, residual)]
+            gradient = gradient - products[0] / products[1] * residual
+        gradient = gradient / away.clamp(min=1e-4)
         losses = {self.student: (x0 - (x0 - gradient).detach()).square().mean() / 2}
         if self.dmd2.shared:
             losses[self.critic] = (v_critic - target).square().mean()

@@ -22,7 +22,7 @@ RUNS = {
         "teacher_deepspeed_config": {"wandistiller": {"placement": "streamed"}},
     },
     "two networks in one update, on one base": {
-        "objective": DMD2 | {"shared": True},
+        "objective": DMD2 | {"shared": True, "projected": True, "compare": "mixed"},
         "student_config": {},
         "lora": {"rank": 4},
         "teacher_deepspeed_config": {"wandistiller": {"placement": "streamed"}},

@@ -16,6 +16,7 @@ from wandistiller.objectives.dmd2 import CRITIC
 STEPS = 4
 DMD2 = {"name": "dmd2", "steps": 2, "critic_updates": 2, "critic_lr": 2e-3}
 SHARED = DMD2 | {"shared": True}
+MIXED = {"projected": True, "compare": "mixed"}
 SETTINGS = {"objective": DMD2, "max_steps": STEPS, "save_every": 2}
 SETTINGS |= {"guidance_scale": 4.0, "guidance_scale_2": 3.0}
 
@@ -40,7 +41,8 @@ def assert_same_curves(output: Path, reference: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("objective", "micro"), slow_but([(DMD2, 8), (SHARED, 2)], [(DMD2, 8), (SHARED, 8), (SHARED, 2)])
+    ("objective", "micro"),
+    slow_but([(DMD2, 8), (SHARED | MIXED, 2)], [(DMD2, 8), (SHARED, 8), (SHARED | MIXED, 2)]),
 )
 def test_losses_and_weights_after_two_steps_of_prompts_alone_equal_those_of_plain_pytorch(
     folder: Path, wan2: Path, one_rank: torch.device, objective: dict[str, Any], micro: int
@@ -133,6 +135,9 @@ def test_a_critic_with_fewer_updates_goes_on_where_the_run_is_in_its_schedule(
         ("critic_follows", DMD2 | {"critic_follows": 0.03}),
         ("head_start", DMD2 | {"critic_warmup": 3}),
         ("shared", SHARED | {"critic_updates": 1, "critic_follows": 0.03}),
+        ("path", DMD2 | MIXED | {"compare": "path"}),
+        ("mixed", SHARED | MIXED),
+        ("mixed_heads", DMD2 | MIXED | {"gan": 0.03}),
         ("shared_heads", SHARED | {"gan": 0.03, "critic_warmup": 1}),
         ("shared_joint", [SHARED | {"sampler": "renoise"}, {"name": "consistency", "weight": 3}]),
         ("joint", [DMD2 | {"sampler": "renoise"}, {"name": "consistency", "weight": 3}]),

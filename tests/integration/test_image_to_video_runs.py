@@ -43,7 +43,7 @@ DMD2 = {"name": "dmd2", "steps": 2, "critic_updates": 1}
 OBJECTIVES = {
     "velocity": "velocity",
     "consistency": {"name": "consistency", "intervals": 8, "steps": 2},
-    "dmd2 with heads": DMD2 | {"gan": 0.03},
+    "dmd2 with heads": DMD2 | {"gan": 0.03, "projected": True, "compare": "mixed"},
 }
 
 

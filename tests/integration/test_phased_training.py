@@ -21,6 +21,7 @@ from wandistiller.planner.peak_memory import plan
 
 HIGH, LOW = Expert
 DMD2 = {"name": "dmd2", "steps": 4, "critic_updates": 1, "critic_lr": 2e-3}
+DMD2 |= {"projected": True, "compare": "mixed"}  # half of the samples as without
 STAGES = [
     {"name": "match", "max_steps": 1, "student_config": {"num_layers": 2, "experts": "two"}},
     {"name": "high", "max_steps": 3, "objective": DMD2 | {"expert": "high_noise"}},

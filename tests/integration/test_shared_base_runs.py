@@ -27,7 +27,7 @@ from wandistiller.wan.transformer import velocity
 STEPS = 3
 LORA = {"student_config": {}, "lora": {"rank": 4}, "max_steps": STEPS, "save_every": 2, "sample_every": STEPS}
 DMD2 = {"name": "dmd2", "steps": 4, "critic_updates": 2, "critic_lr": 2e-3}
-SHARED = DMD2 | {"critic_updates": 1, "shared": True}
+SHARED = DMD2 | {"critic_updates": 1, "shared": True, "projected": True, "compare": "mixed"}
 CONSISTENCY = {"name": "consistency", "edges": 4}
 OBJECTIVES = {
     "velocity": "velocity",

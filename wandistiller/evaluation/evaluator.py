@@ -29,6 +29,7 @@ from wandistiller.evaluation.velocity_error import SAMPLES, Band, bands, states_
 from wandistiller.network.folder import Folder
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.tiny import clips, first_frames, shapes
+from wandistiller.tiny.blotches import are_scenes
 from wandistiller.utils.errors import ConfigError
 
 M = TypeVar("M", Metric, Features)
@@ -68,6 +69,7 @@ class Evaluation:
             "": True,
             "shapes": size == (1, *(shapes.IMAGE_SIZE,) * 2) and known <= shapes.SPECS.keys(),
             "moving shapes": size == (clips.FRAMES, *(clips.CLIP_SIZE,) * 2) and known <= clips.SPECS.keys(),
+            "colours": are_scenes(self.scenes, size),
             "frames": s.num_frames > 1,
             "clip": self.clip is not None,
             "frames, clip": s.num_frames > 1 and self.clip is not None,
@@ -81,11 +83,8 @@ class Evaluation:
 
     @property
     def scenes(self) -> list[str]:
-        """Names of the embedded teachers' scenes: of text the prompts; of others empty."""
-        if not self.teacher.config.takes_image:
-            return self.prompts
-        files = ((item.prompt, item.image.name if item.image else "") for item in self.items)
-        return [first_frames.NAMES.get(file, "") for file in files]
+        """Names of the embedded teachers' scenes; of others the prompts."""
+        return [first_frames.scene_name(item.prompt, item.image) for item in self.items]
 
     @property
     def samples(self) -> list[Sample]:

@@ -14,13 +14,16 @@ from torch import Tensor
 
 from wandistiller.evaluation.clip import Clip
 from wandistiller.monitoring.headline import Estimated
-from wandistiller.monitoring.health_checks import after_given
+from wandistiller.monitoring.health_checks import after_given, contrast_spread
 from wandistiller.tiny import shapes, video_scores
+from wandistiller.tiny.blotches import have_blotches, off_colour
 from wandistiller.utils.images import MOST_FRAMES, evenly
 from wandistiller.utils.keyed_random import keyed_generator
 
 MOTION = "motion"
 """Name of the metric that says whether a student moves as its teacher does."""
+SPREAD, SIZE = "latent_spread", "latent_size"
+"""Names of those that say whether its colours are as strong."""
 Z = 1.959963984540054  # the normal distribution's 97.5 % point
 RESAMPLES = 2000
 
@@ -98,6 +101,11 @@ class DrawnBatch:
         return self.given_frames > 0
 
     @cached_property
+    def off_colour_BFHW(self) -> Tensor:
+        """Distance of each pixel from the line between its scene's two colours."""
+        return off_colour(self.pixels_BCFHW, self.scenes)
+
+    @cached_property
     def clip(self) -> tuple[Tensor, Tensor]:
         return self._clip.score(self.frame_BCHW, self.prompts)
 
@@ -130,8 +138,9 @@ class Metric:
     compute: Callable[[DrawnBatch], Tensor]
     """value_B of a batch, float32; NaN where a sample has none."""
     needs: str = ""
-    """`shapes`, `moving shapes`: prompts of an embedded teacher; `frames`: several frames; `clip`: a CLIP
-    folder; `frames, clip`: both; `twice`: two samples of each prompt; empty for any evaluation."""
+    """`shapes`, `moving shapes`: prompts of an embedded teacher; `colours`: of either; `frames`: several
+    frames; `clip`: a CLIP folder; `frames, clip`: both; `twice`: two samples of each prompt; empty for any
+    evaluation."""
     summary: Callable[[Tensor, int], Estimated] = _mean
     """value_N and seed -> figure and interval."""
 
@@ -197,6 +206,34 @@ METRICS = [
         compute=lambda drawn: torch.tensor(
             video_scores.fully_right(drawn.pixels_BCFHW, drawn.scenes, begins=drawn.begins)
         ).float(),
+    ),
+    Metric(
+        name="blotched",
+        label="samples with a blotch of another colour",
+        needs="colours",
+        summary=_share,
+        compute=lambda drawn: have_blotches(drawn.off_colour_BFHW).float(),
+    ),
+    Metric(
+        name="off_colour",
+        label="distance from the prompt's two colours",
+        needs="colours",
+        compute=lambda drawn: drawn.off_colour_BFHW.flatten(1).mean(1),
+    ),
+    Metric(
+        name="contrast_spread",
+        label="spread of local contrast",
+        compute=lambda drawn: contrast_spread(drawn.pixels_BCFHW),
+    ),
+    Metric(
+        name=SPREAD,
+        label="spread of latents",
+        compute=lambda drawn: drawn.x0_BCFHW.flatten(1).std(1),
+    ),
+    Metric(
+        name=SIZE,
+        label="mean size of latents",
+        compute=lambda drawn: drawn.x0_BCFHW.abs().flatten(1).mean(1),
     ),
     Metric(
         name="speed",

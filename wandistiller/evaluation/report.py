@@ -10,11 +10,20 @@ from torch import Tensor
 
 from wandistiller.data.conditions import still
 from wandistiller.evaluation.evaluator import CandidateResult, Drawn, Evaluation, ScoredSample
-from wandistiller.evaluation.metrics import METRICS, MOTION, Estimate, frechet_estimate, ratio_of_sums
+from wandistiller.evaluation.metrics import (
+    METRICS,
+    MOTION,
+    SIZE,
+    SPREAD,
+    Estimate,
+    frechet_estimate,
+    ratio_of_sums,
+)
 from wandistiller.evaluation.velocity_error import Band, bands
 from wandistiller.flow import band_name
 from wandistiller.monitoring.charts import render
 from wandistiller.monitoring.headline import Estimated, Evaluated, Figures, VelocityError
+from wandistiller.monitoring.health_checks import LEAST_SPREAD, MOST_SPREAD, nearer_to_1
 from wandistiller.teacher.teacher_json import quantized_facts
 from wandistiller.utils.files import atomic, write_json
 from wandistiller.utils.images import can_write_mp4, save_clips, save_frames, save_grid
@@ -171,7 +180,7 @@ def write(settings: Evaluation, result: Evaluated, rows: dict[str, list[Tensor]]
         student=settings.student.name,
         teacher=settings.teacher.name,
         tables=tables,
-        warnings=slow_motion(result),
+        warnings=warnings(result),
         placed=bool(settings.placement),
     )
     write_json(files["figures"], result)
@@ -180,7 +189,26 @@ def write(settings: Evaluation, result: Evaluated, rows: dict[str, list[Tensor]]
     for name in OF_CLIPS:  # an earlier evaluation's would be shown as this one's
         (settings.output / name).unlink(missing_ok=True)
     files |= write_pictures(settings, files["picture"], rows)
-    return [f"{tables}\n", *slow_motion(result), *(f"{what:9} {file}" for what, file in files.items())]
+    return [f"{tables}\n", *warnings(result), *(f"{what:9} {file}" for what, file in files.items())]
+
+
+def warnings(result: Evaluated) -> list[str]:
+    """Return what a student does worse than its teacher, each in bold first."""
+    return [*slow_motion(result), *strong_colours(result)]
+
+
+def strong_colours(result: Evaluated) -> list[str]:
+    """Return the warning of latents whose spread and size are both larger, or both smaller, than usual."""
+    ratios = [ratio["value"] for name in (SPREAD, SIZE) if (ratio := result["ratio"].get(name))]
+    if len(ratios) < 2 or None in ratios:
+        return []
+    ratio = nearer_to_1(*ratios)
+    spread = f"the student's latents spread {cell(result['ratio'][SPREAD])} times as far as its teacher's"
+    if ratio > MOST_SPREAD:
+        remedy = "Lower `guidance_scale` by 1, give dmd2 `projected` true, or make fewer updates."
+        return [f"**Strong colours**: {spread}, more than {MOST_SPREAD}. {remedy}"]
+    pale = f"**Pale colours**: {spread}, less than {LEAST_SPREAD}. Train for more updates."
+    return [pale] if ratio < LEAST_SPREAD else []
 
 
 def slow_motion(result: Evaluated) -> list[str]:

@@ -9,9 +9,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import avg_pool2d
 
-from wandistiller.monitoring.metrics import MetricsLine, read_lines, write_lines
+from wandistiller.monitoring.metrics import MetricsLine, finite_or_none, read_lines, write_lines
 from wandistiller.objectives.base import SATURATION, Limit
+from wandistiller.tiny.blotches import have_blotches, off_colour
 
 WINDOW = 20
 """Steps of a mean, and of the start of a run, with which later ones are compared."""
@@ -23,19 +25,35 @@ JUMPED = 5.0
 """Times the usual norm of the student's gradient."""
 SATURATED, COLLAPSED, SLOW = 1.15, 0.6, 0.8
 """Deviation of the samples over what it should be; distance of two seeds, and motion, over the teacher's."""
+LEAST_SPREAD, MOST_SPREAD = 0.94, 1.06
+"""Spread and size of samples over the teacher's, within which one of them should be."""
+FADED = (
+    "The samples' latents spread {value:.2f} times as far as the teacher's: colours fade. Train for more "
+    "updates, or raise `guidance_scale` by 0.5."
+)
+PATCH_PX = 8
+"""Height and width of the windows of local contrast."""
 Alarm = tuple[str, str]
 """Kind and text of an alarm."""
 
 
 class SampleStats(NamedTuple):
-    """Statistics of sampled latents, averaged over prompts."""
+    """Statistics of samples, averaged over prompts; NaN where there is none."""
 
     deviation: float
-    """Standard deviation of the elements."""
-    motion: float
-    """Mean absolute difference of neighbouring latent frames; 0 of images."""
-    distance: float
-    """Root mean square difference of two samples of one prompt; 0 if there is one sample."""
+    """Standard deviation of the latents' elements."""
+    motion: float = math.nan
+    """Mean absolute difference of neighbouring latent frames; none of images."""
+    distance: float = math.nan
+    """Root mean square difference of the latents of two samples of one prompt; none of one sample."""
+    size: float = math.nan
+    """Mean absolute value of the latents' elements."""
+    contrast_spread: float = math.nan
+    """Of the pictures, as `contrast_spread`."""
+    off_colour: float = math.nan
+    """Mean distance of pixels from the two colours that the prompt asks for; of the embedded worlds alone."""
+    blotched: float = math.nan
+    """Share of samples with a blotch of another colour in any frame; of the embedded worlds alone."""
 
 
 def after_given(x0_BCFHW: Tensor, frames: int) -> Tensor:
@@ -44,7 +62,7 @@ def after_given(x0_BCFHW: Tensor, frames: int) -> Tensor:
 
 
 def sample_stats(x0_BCFHW: Tensor, other_BCFHW: Tensor | None = None, given_frames: int = 0) -> Tensor:
-    """Return the numbers of SampleStats for each sample, float32, [B, 3].
+    """Return the first numbers of SampleStats for each sample, those of latents, float32, [B, 4].
 
     Args:
         other_BCFHW: samples of the same prompts from other noise.
@@ -52,18 +70,55 @@ def sample_stats(x0_BCFHW: Tensor, other_BCFHW: Tensor | None = None, given_fram
     """
     x0_BCFHW = x0_BCFHW.float()
     deviation_B = x0_BCFHW.flatten(1).std(1)
-    motion_B = distance_B = torch.zeros_like(deviation_B)
+    motion_B = distance_B = torch.full_like(deviation_B, torch.nan)
     if x0_BCFHW.shape[2] > 1:
         motion_B = after_given(x0_BCFHW, given_frames).diff(dim=2).abs().flatten(1).mean(1)
     if other_BCFHW is not None:
         distance_B = (x0_BCFHW - other_BCFHW.float()).square().flatten(1).mean(1).sqrt()
-    return torch.stack([deviation_B, motion_B, distance_B], 1)
+    return torch.stack([deviation_B, motion_B, distance_B, x0_BCFHW.abs().flatten(1).mean(1)], 1)
+
+
+def picture_stats(pixels_BCFHW: Tensor, names: Sequence[str] | None) -> Tensor:
+    """Return the other numbers of SampleStats for each sample, those of pictures, float32, CPU, [B, 3].
+
+    Args:
+        pixels_BCFHW: in [0, 1].
+        names: of the samples' scenes; None: they are of no embedded world.
+    """
+    spread_B = contrast_spread(pixels_BCFHW)
+    colour_B = blotched_B = torch.full_like(spread_B, torch.nan)
+    if names is not None:
+        distance_BFHW = off_colour(pixels_BCFHW, names)
+        colour_B, blotched_B = distance_BFHW.flatten(1).mean(1), have_blotches(distance_BFHW).float()
+    return torch.stack([spread_B, colour_B, blotched_B], 1)
+
+
+def contrast_spread(pixels_BCFHW: Tensor) -> Tensor:
+    """Return spread_B of local contrast: its standard deviation over a frame, mean of all frames; on the CPU.
+
+    Local contrast is the root mean square over channels of the standard deviation in windows of PATCH_PX.
+    """
+    spreads = []
+    for frame_BCHW in pixels_BCFHW.detach().unbind(2):  # one at a time: a clip of 720p has 900 MB
+        mean_BCHW, square_BCHW = (avg_pool2d(x.float(), PATCH_PX) for x in (frame_BCHW, frame_BCHW.square()))
+        contrast_BHW = (square_BCHW - mean_BCHW.square()).clamp(min=0).mean(1).sqrt()
+        spreads.append(contrast_BHW.flatten(1).std(1, correction=0))
+    return torch.stack(spreads).mean(0).cpu()
+
+
+def nearer_to_1(spread: float, size: float) -> float:
+    """Return the ratio of latents to the teacher's that is nearer to 1: colours are off where both are."""
+    return min(spread, size, key=lambda ratio: abs(ratio - 1))
 
 
 def write_stats(file: Path, step: int, stats: dict[str, SampleStats]) -> None:
     """Write the statistics of a step's samples, by row (teacher, student), in place of its earlier ones."""
     columns = zip(SampleStats._fields, zip(*stats.values(), strict=True), strict=True)
-    values = {name: dict(zip(stats, of, strict=True)) for name, of in columns if any(of)}
+    values = {
+        name: finite_or_none(dict(zip(stats, of_rows, strict=True)))
+        for name, of_rows in columns
+        if not all(map(math.isnan, of_rows))
+    }
     others = [line for line in read_lines(file) if line["step"] != step]
     write_lines(file, [*others, {"step": step, **values}])
 
@@ -73,6 +128,8 @@ class HealthChecks:
 
     def __init__(self, limits: Sequence[Limit] = ()) -> None:
         self._limits = limits
+        self._spread: float | None = None
+        """Of the samples drawn before, over the teacher's."""
         self._start: dict[str, list[float]] = {}
         self._last: dict[str, deque[float]] = {}
         self._norms: deque[float] = deque(maxlen=10 * WINDOW)
@@ -108,8 +165,8 @@ class HealthChecks:
             )
 
     def samples(self, teacher: SampleStats, student: SampleStats) -> Iterator[Alarm]:
-        if teacher.deviation and (ratio := student.deviation / teacher.deviation) > SATURATED:
-            yield "saturation", SATURATION.format(value=ratio, of="of the teacher's")
+        """Check samples of the student against the teacher's of the same prompts."""
+        yield from self._colours(teacher, student)
         if teacher.distance and (ratio := student.distance / teacher.distance) < COLLAPSED:
             yield (
                 "collapse",
@@ -123,6 +180,19 @@ class HealthChecks:
                 f"The student's frames change by {ratio:.2f} of what the teacher's do. More sampling steps, "
                 "a larger `shift`, or `consistency` in the objective help.",
             )
+
+    def _colours(self, teacher: SampleStats, student: SampleStats) -> Iterator[Alarm]:
+        """Check the spread and the size of latents, by that which is nearer to the teacher's."""
+        if not (teacher.deviation and teacher.size):
+            return
+        now = nearer_to_1(student.deviation / teacher.deviation, student.size / teacher.size)
+        before, self._spread = self._spread, now
+        goes_away = before is not None and abs(now - 1) >= abs(before - 1)
+        is_of_few_steps = not math.isnan(student.distance)
+        if now > SATURATED or now > MOST_SPREAD and goes_away and is_of_few_steps:
+            yield "saturation", SATURATION.format(value=now, of="of the teacher's")
+        elif now < LEAST_SPREAD and goes_away and is_of_few_steps:
+            yield "faded", FADED.format(value=now)
 
     def _add(self, watched: Mapping[str, float | None]) -> None:
         # not finite: null in metrics.jsonl

@@ -42,6 +42,10 @@ OF_SAMPLES = {
     "deviation": ("spread of samples", "standard deviation of the latents"),
     "motion": ("motion of samples", "mean difference of neighbouring latent frames"),
     "distance": ("variety of samples", "latents of two seeds of one prompt, root mean square"),
+    "size": ("size of samples", "mean absolute value of the latents"),
+    "contrast_spread": ("spread of local contrast", "standard deviation over windows of the pictures"),
+    "off_colour": ("other colours than the prompt's", "mean distance of pixels from its two colours"),
+    "blotched": ("samples with a blotch", "share that has one of another colour in any frame"),
 }
 """Key of samples.jsonl -> title and unit."""
 NOT_CHARTED = {"step", "seconds", "skipped"}

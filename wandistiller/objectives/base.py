@@ -92,7 +92,7 @@ class Limit(NamedTuple):
 
 SATURATION = (
     "The samples' latents spread {value:.2f} times as far as those {of}: colours saturate. Lower "
-    "`guidance_scale` by 1 or the student's `lr`, or give dmd2 `sampler` renoise and add `consistency`."
+    "`guidance_scale` by 1, give dmd2 `projected` true, or make fewer updates, from an earlier checkpoint."
 )
 """Text of an alarm about the deviation of samples, beside `of`."""
 

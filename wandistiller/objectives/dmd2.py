@@ -27,8 +27,10 @@ HEADS_WEIGHT = 0.01
 """Of the heads' loss in the critic's: it hardly moves the critic itself. Source: DMD2's settings for SDXL."""
 RENOISED = (0.02, 0.98)
 """Noise levels at which a student's samples are compared; nearer to 0 and 1 scores say little."""
-LEAST = 1e-4
-"""Least divisor of the gradient."""
+NOISE, PATH, MIXED = "noise", "path", "mixed"
+"""Where a student's samples are compared: with new noise, on its own Euler step, or half of them on each."""
+LEAST, TINY = 1e-4, 1e-8
+"""Least divisors: of the gradient, and of its part along the critic's residual."""
 LAGS = (
     "The critic does not keep up with the student's samples: over {most} of its difference from the teacher "
     "was its own error in {window} steps. Give it more `critic_updates` or a higher `critic_lr`, or let it "
@@ -47,6 +49,8 @@ class Rollout(State):
     """Calls of the student before the one that learns; equal on all ranks for one micro-step."""
     renoise: State
     """Noise for the samples, its level, where they are compared, and the teacher's expert for it."""
+    on_path_B: Tensor
+    """True for samples that are compared on the student's own Euler step, without the noise of `renoise`."""
     new_noise: tuple[Tensor, ...] = ()
     """Noise for the state after each call before `exit`, for a sampler that takes new noise."""
     end: float = 0.0
@@ -63,8 +67,12 @@ class Renoised(State):
     """The velocity dx_t/dt of the path to those samples, which the critic learns."""
 
 
-def drawn(source: MicroBatches, update: int, micro: int) -> Rollout:
-    """Draw the noise that the student samples from, its calls, and where its samples are compared."""
+def drawn(source: MicroBatches, update: int, micro: int, compare: str = NOISE) -> Rollout:
+    """Draw the noise that the student samples from, its calls, and where its samples are compared.
+
+    Args:
+        compare: NOISE, PATH or MIXED.
+    """
     schedule, index_B = source.schedule, source.indices(update, micro)
     conditioning = source.conditioning(update, micro)
     exits = schedule.exits()
@@ -76,11 +84,13 @@ def drawn(source: MicroBatches, update: int, micro: int) -> Rollout:
         torch.stack([keyed_normal(source.latent, schedule.seed, kind, update, i) for i in index_B])
         for kind in ("start", "judged noise", *(f"fresh {call}" for call in range(renewed)))
     )
-    expert = schedule.draw_expert(update)
-    sigmas = [schedule.draw_sigma(expert, update, i) for i in index_B]
+    expert = schedule.draw_expert(update, None if compare == NOISE else exit_)
     least, most = RENOISED
-    sigma_B = torch.tensor(sigmas, dtype=torch.float32).clamp(end + least, most)
-    sigma_B = to_device(sigma_B, device := conditioning.text_BLD.device)
+    sigmas, on_path = [], [_is_on_path(compare, schedule, i) for i in index_B]
+    for i, is_on_path in zip(index_B, on_path, strict=True):
+        sigma = schedule.draw_sigma(expert, update, i, exit_ if is_on_path else None)
+        sigmas.append(min(max(sigma, least if is_on_path else end + least), most))
+    sigma_B = to_device(torch.tensor(sigmas, dtype=torch.float32), device := conditioning.text_BLD.device)
     start_BCFHW, noise_BCFHW, *new_noise = (
         conditioning.with_given(to_device(t, device)) for t in (start_BCFHW, noise_BCFHW, *new_noise)
     )
@@ -93,7 +103,15 @@ def drawn(source: MicroBatches, update: int, micro: int) -> Rollout:
         renoise=State(x_t_BCFHW=noise_BCFHW, sigma_B=sigma_B, conditioning=conditioning, expert=expert),
         new_noise=tuple(new_noise),
         end=end,
+        on_path_B=to_device(torch.tensor(on_path), device),
     )
+
+
+def _is_on_path(compare: str, schedule: FlowSchedule, sample_index: int) -> bool:
+    """Return whether a sample is compared on the path; of MIXED one of two with consecutive indices."""
+    if compare == MIXED:  # drawn for each pair: the indices of all of the student's updates may be odd
+        return (sample_index + int(2 * schedule.uniform("compared", sample_index // 2))) % 2 == 0
+    return compare == PATH
 
 
 def renoised(batch: Rollout, v_BCFHW: Tensor) -> Renoised:
@@ -103,7 +121,10 @@ def renoised(batch: Rollout, v_BCFHW: Tensor) -> Renoised:
     x_t = a x_s + b eps, a = (1 - t) / (1 - s), b^2 = t^2 - a^2 s^2, and so
     dx_t/dt = -x_s / (1 - s) + (t + (1 - t) s^2 / (1 - s)^2) eps / b.
 
-    Source: phased distribution matching, Fan et al. 2025, arXiv:2510.27684.
+    Those on the path, the line from x_k along the student's velocity v, need no noise: x_t = x_k + (t - k) v.
+
+    Sources: phased distribution matching, Fan et al. 2025, arXiv:2510.27684; on the path, Wang et al. 2026,
+    arXiv:2609.35768.
     """
     at, s = batch.renoise, batch.end
     noise_BCFHW, x0_BCFHW = at.x_t_BCFHW, clean(batch.x_t_BCFHW, v_BCFHW, batch.sigma_B)
@@ -117,6 +138,10 @@ def renoised(batch: Rollout, v_BCFHW: Tensor) -> Renoised:
         x_t_BCFHW = a_B1111 * x_s_BCFHW + b_B1111 * noise_BCFHW
         growth_B1111 = (t_B1111 + a_B1111 * s**2 / (1 - s)) / b_B1111
         target_BCFHW = growth_B1111 * noise_BCFHW - x_s_BCFHW / (1 - s)
+    on_path_B1111 = batch.on_path_B.view(-1, 1, 1, 1, 1)
+    on_path_BCFHW = clean(batch.x_t_BCFHW, v_BCFHW, batch.sigma_B - at.sigma_B)
+    x_t_BCFHW = torch.where(on_path_B1111, on_path_BCFHW, x_t_BCFHW)
+    target_BCFHW = torch.where(on_path_B1111, v_BCFHW, target_BCFHW)
     return Renoised(
         x_t_BCFHW=x_t_BCFHW,
         sigma_B=at.sigma_B,
@@ -142,14 +167,21 @@ def heads_loss(fake: Prediction, real: Prediction) -> Tensor:
 
 
 def towards_teacher(
-    sample: Renoised, teacher_BCFHW: Tensor, critic_BCFHW: Tensor
+    sample: Renoised, teacher_BCFHW: Tensor, critic_BCFHW: Tensor, *, projected: bool = False
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the gradient in x0_BCFHW that moves samples, of velocities there, and numbers_B for metrics."""
+    """Return the gradient in x0_BCFHW that moves samples, of velocities there, and numbers_B for metrics.
+
+    Args:
+        projected: leave out the gradient's part along the critic's residual, which is its own error there.
+            Source: Wang et al. 2026, arXiv:2609.35768.
+    """
     x0_BCFHW = sample.x0_BCFHW
     away_BCFHW = x0_BCFHW - clean(sample.x_t_BCFHW, teacher_BCFHW, sample.sigma_B)
     scale_B = away_BCFHW.abs().flatten(1).mean(1).clamp(min=LEAST)
     step_B = (sample.sigma_B / scale_B).view(-1, 1, 1, 1, 1)
     gradient_BCFHW = step_B * (teacher_BCFHW - critic_BCFHW)
+    if projected:  # above a hand-over too, where the residual is of the velocity and not of x0
+        gradient_BCFHW = orthogonal(gradient_BCFHW, critic_BCFHW - sample.target_BCFHW)
     apart_B = mean_square(critic_BCFHW - teacher_BCFHW)
     # averages to 0 where the critic is right, however large the target's noise, as above a hand-over
     lag_B = _mean_of((sample.target_BCFHW - critic_BCFHW) * (teacher_BCFHW - critic_BCFHW))
@@ -160,6 +192,13 @@ def towards_teacher(
         "cosine": cosine_similarity(critic_BCFHW.flatten(1), teacher_BCFHW.flatten(1)),
         "gap": (apart_B / mean_square(teacher_BCFHW).clamp(min=LEAST)).sqrt(),
     }
+
+
+def orthogonal(x_BCFHW: Tensor, to_BCFHW: Tensor) -> Tensor:
+    """Return x_BCFHW less its part along `to_BCFHW`, sample by sample; unchanged where that is 0."""
+    x_BN, to_BN = x_BCFHW.flatten(1), to_BCFHW.flatten(1)
+    share_B1 = (x_BN * to_BN).sum(1, keepdim=True) / to_BN.square().sum(1, keepdim=True).clamp(min=TINY)
+    return (x_BN - share_B1 * to_BN).view_as(x_BCFHW)
 
 
 def _mean_of(x_BCFHW: Tensor) -> Tensor:
@@ -214,6 +253,10 @@ class Dmd2(Term):
     """Share of the way that the critic's weights go to the student's after each of the student's updates."""
     shared: bool = False
     """The critic's last update is made with the student's, by the pass that judges the student's samples."""
+    projected: bool = False
+    """The gradient that moves the samples loses its part along the critic's residual there."""
+    compare: Literal["noise", "path", "mixed"] = NOISE
+    """Where the student learns from its samples: with new noise, on its own Euler step, or half on each."""
     gan: NotNegative = 0.0
     """Weight, such as 0.03, of heads on the critic that tell samples from cached latents; 0: no heads."""
 
@@ -235,6 +278,9 @@ class Dmd2(Term):
         if self.expert and self.sampler != EULER:
             both = f'`{where}.sampler` is "{self.sampler}" and `{where}.expert` given'
             texts.append(f'{both}. Two experts sample along the path: write "sampler" "euler", or none.')
+        if self.compare != NOISE and not self.projected:
+            path = f'`{where}.compare` is "{self.compare}" without `projected`, which makes samples rough'
+            texts.append(f"{path}. Write `projected` true too, or leave `compare` out.")
         return [Problem(text, RECIPE, where) for text in texts]
 
     def combined_problems(self, where: str, run: RunFacts) -> list[str]:
@@ -261,7 +307,7 @@ class Dmd2(Term):
         return texts
 
     def draw(self, role: str, source: MicroBatches, update: int, micro: int) -> dict[str, State]:
-        batch = drawn(source, update, micro)
+        batch = drawn(source, update, micro, self.compare if role == STUDENT else NOISE)
         if not self.gan or role == STUDENT and not self.shared:
             return {ROLLOUT: batch}
         return {ROLLOUT: batch, REAL: source.noised_as(batch.renoise, update, micro)}
@@ -310,7 +356,8 @@ class Dmd2(Term):
             slope_BCFHW = yield Slope(CRITIC, sample, lambda p: numel * softplus(-realism(p)).sum())
         judged = _learned_by_critic(sample, real) if self.shared else [Ask(CRITIC, sample)]
         teacher, critic, *true = yield [Ask(TEACHER, sample), *judged]
-        gradient_BCFHW, numbers = towards_teacher(sample, teacher.v_BCFHW, critic.v_BCFHW.detach())
+        velocities = teacher.v_BCFHW, critic.v_BCFHW.detach()
+        gradient_BCFHW, numbers = towards_teacher(sample, *velocities, projected=self.projected)
         if self.gan:
             adversarial_BCFHW = self.gan * ((1 - sample.sigma_B.view(-1, 1, 1, 1, 1)) * slope_BCFHW)
             numbers["adversarial"] = _mean_of(adversarial_BCFHW.abs())

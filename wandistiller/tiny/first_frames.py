@@ -43,7 +43,12 @@ SPECS = {name: FirstFrameScene(**vars(scene)) for name, scene in clips.SPECS.ite
 """All scenes by the name that they have in `clips`."""
 NAMES = {(scene.worded(0), scene.picture): name for name, scene in SPECS.items()}
 """Names of scenes by prompt and picture."""
-__all__ = ["HELD_OUT", "NAMES", "ROWS", "SEEN", "SPECS", "render"]
+__all__ = ["HELD_OUT", "NAMES", "ROWS", "SEEN", "SPECS", "render", "scene_name"]
+
+
+def scene_name(prompt: str, image: Path | None) -> str:
+    """Return the name of the scene of a prompt and its first frame; the prompt if they are of none."""
+    return NAMES.get((prompt, image.name if image else ""), prompt)
 
 
 def render(name: str, seed: int | None = None) -> Tensor:

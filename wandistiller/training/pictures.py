@@ -20,12 +20,14 @@ from wandistiller.distributed.progress import LINE_SECONDS, Progress
 from wandistiller.distributed.round_robin import batched
 from wandistiller.experts import Expert
 from wandistiller.flow import FewSteps
-from wandistiller.monitoring.health_checks import SampleStats, sample_stats, write_stats
+from wandistiller.monitoring.health_checks import SampleStats, picture_stats, sample_stats, write_stats
 from wandistiller.monitoring.metrics import SAMPLES
 from wandistiller.network.folder import Vae
 from wandistiller.network.sampling import denoise
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher
+from wandistiller.tiny.blotches import are_scenes
+from wandistiller.tiny.first_frames import scene_name
 from wandistiller.utils.files import digest
 from wandistiller.utils.images import (
     STILLS,
@@ -44,7 +46,7 @@ BEGINNING = "given"
 Rows = dict[str, list[Tensor]]
 """image_CHW of each prompt, in [0, 1], by name."""
 Stats = dict[str, SampleStats]
-"""Of the latents of those pictures."""
+"""Of those pictures and their latents."""
 
 
 class Row(NamedTuple):
@@ -157,19 +159,24 @@ class PictureDrawer:
         share = -(-len(items) // ranks.replicas)
         first = ranks.replica * share
         twice = seeds == 2 and self.job.schedule.few is not None
+        run, names = self.job.run, [scene_name(item.prompt, item.image) for item in items]
+        of_world = are_scenes(names, (run.num_frames, run.height, run.width))
         parts = batched([items[i % len(items)] for i in range(first, first + share)], micro)
         looks, stats = [], []
         progress = Progress(name, len(parts) * (1 + twice) * calls, "call", first_line=LINE_SECONDS)
         for part in parts:
             x0_BCFHW = make(part, 0, progress)
             again = make(part, 1, progress) if twice else None
-            stats.append(sample_stats(x0_BCFHW, again, int(self.job.folder.config.takes_image)))
-            for x0_CFHW in x0_BCFHW:
+            of_latents = sample_stats(x0_BCFHW, again, int(self.job.folder.config.takes_image))
+            for item, x0_CFHW, numbers in zip(part, x0_BCFHW, of_latents, strict=True):
                 collectives.raise_if_stop_requested()
-                looks.append(self._look(vae.decode(x0_CFHW[None])[0]))
+                pixels_1CFHW = vae.decode(x0_CFHW[None])
+                looks.append(self._look(pixels_1CFHW[0]))
+                name = [scene_name(item.prompt, item.image)] if of_world else None
+                stats.append(torch.cat([numbers, picture_stats(pixels_1CFHW, name)[0].to(numbers)]))
         *row, stats_PK = (
             ranks.of_each_replica(x_P)[: len(items)].cpu()
-            for x_P in (*map(torch.stack, zip(*looks, strict=True)), torch.cat(stats))
+            for x_P in (*map(torch.stack, zip(*looks, strict=True)), torch.stack(stats))
         )
         return Row(*row), SampleStats(*stats_PK.mean(0).tolist())
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from wandistiller.evaluation.metrics import METRICS, MOTION, DrawnBatch, Metric
-from wandistiller.evaluation.report import SLOW, slow_motion
+from wandistiller.evaluation.metrics import METRICS, MOTION, SIZE, SPREAD, DrawnBatch, Metric
+from wandistiller.evaluation.report import SLOW, slow_motion, strong_colours
 from wandistiller.tiny import clips
 
 PROMPTS = [
@@ -67,3 +67,15 @@ def test_a_student_that_moves_less_than_its_teacher_is_named(ratio: float | None
     given = {} if ratio is None else {MOTION: {"value": ratio, "low": 0.1, "high": 2.0}}
     lines = slow_motion({"ratio": given})
     assert [("Slow motion" in line and "0.79 (0.1 to 2)" in line) for line in lines] == [True] * warns
+
+
+@pytest.mark.parametrize(
+    ("spread", "size", "named"),
+    [(1.09, 1.08, "Strong"), (1.09, 1.05, None), (0.9, 0.93, "Pale"), (0.9, 0.95, None), (None, 1.0, None)],
+)
+def test_a_student_whose_latents_spread_unlike_its_teacher_s_is_named(
+    spread: float | None, size: float, named: str | None
+) -> None:
+    ratio = {name: {"value": value} for name, value in ((SPREAD, spread), (SIZE, size))}
+    lines = strong_colours({"ratio": ratio})
+    assert [line.split()[0] for line in lines] == ([f"**{named}"] if named else [])

@@ -1,5 +1,6 @@
 """A student of few steps that goes wrong raises alarms in words, with what to do."""
 
+import math
 import random
 from pathlib import Path
 from statistics import mean
@@ -12,11 +13,14 @@ from wandistiller.monitoring.health_checks import (
     WINDOW,
     HealthChecks,
     SampleStats,
+    contrast_spread,
+    picture_stats,
     sample_stats,
     write_stats,
 )
 from wandistiller.monitoring.metrics import read_lines
 from wandistiller.objectives.dmd2 import Dmd2
+from wandistiller.tiny import shapes
 
 WELL = {"critic_lag": 0.2, "gradient": 0.8, "deviation": 1.0, "exit": 1.0, "cosine": 0.9, "gap": 0.3}
 LONG = WARMED_UP + 2 * WINDOW
@@ -101,39 +105,60 @@ def test_a_resumed_run_is_compared_with_its_own_start() -> None:
     assert kinds == {"critic diverges"}
 
 
-TEACHER = SampleStats(1.0, 0.1, 0.5)
+TEACHER = SampleStats(1.0, 0.1, 0.5, 0.8)
 
 
 @pytest.mark.parametrize(
     ("student", "kinds"),
     [
-        (SampleStats(1.1, 0.09, 0.4), []),
-        (SampleStats(1.2, 0.1, 0.5), ["saturation"]),
-        (SampleStats(1.0, 0.1, 0.2), ["collapse"]),
-        (SampleStats(1.0, 0.05, 0.5), ["slow motion"]),
+        (SampleStats(1.1, 0.09, 0.4, 0.88), []),
+        (SampleStats(1.2, 0.1, 0.5, 0.96), ["saturation"]),
+        (SampleStats(1.0, 0.1, 0.2, 0.8), ["collapse"]),
+        (SampleStats(1.0, 0.05, 0.5, 0.8), ["slow motion"]),
     ],
 )
 def test_samples_are_compared_with_the_teacher_s(student: SampleStats, kinds: list[str]) -> None:
     assert [kind for kind, _ in HealthChecks().samples(TEACHER, student)] == kinds
 
 
+@pytest.mark.parametrize(
+    ("spreads", "sizes", "kinds"),
+    [
+        ([1.0, 1.08], [1.0, 1.07], [[], ["saturation"]]),
+        ([0.99, 0.92], [1.0, 0.93], [[], ["faded"]]),
+        ([1.0, 1.08], [1.0, 1.05], [[], []]),  # one of both is not beyond
+        ([1.13, 1.08, 1.08], [1.13, 1.08, 1.08], [[], [], ["saturation"]]),  # first on its way to the teacher
+        ([0.8, 0.9], [0.8, 0.9], [[], []]),
+    ],
+)
+def test_few_step_samples_whose_colours_leave_the_teacher_s_are_a_sign(
+    spreads: list[float], sizes: list[float], kinds: list[list[str]]
+) -> None:
+    checks, of_many_steps = HealthChecks(), HealthChecks()
+    for spread, size, expected in zip(spreads, sizes, kinds, strict=True):
+        student = TEACHER._replace(deviation=spread, size=0.8 * size)
+        assert [kind for kind, _ in checks.samples(TEACHER, student)] == expected
+        assert not list(of_many_steps.samples(TEACHER, student._replace(distance=math.nan)))
+
+
 def test_images_without_a_second_seed_have_no_motion_and_no_distance_to_compare() -> None:
-    none = SampleStats(1.0, 0.0, 0.0)
+    none = SampleStats(*sample_stats(torch.randn(2, 4, 1, 8, 8)).mean(0).tolist())
     assert list(HealthChecks().samples(none, none)) == []
 
 
 def test_statistics_of_known_samples() -> None:
     x0_BCFHW = torch.zeros(1, 1, 2, 1, 2)
     x0_BCFHW[0, 0, 1] = 2.0
-    deviation, motion, distance = sample_stats(x0_BCFHW, x0_BCFHW + 3)[0].tolist()
+    deviation, motion, distance, size = sample_stats(x0_BCFHW, x0_BCFHW - 3)[0].tolist()
+    assert size == 1.0
     assert deviation == pytest.approx((4 / 3) ** 0.5) and motion == 2.0 and distance == pytest.approx(3.0)
 
 
 def test_the_way_from_a_given_first_frame_to_a_still_clip_is_no_motion() -> None:
     x0_BCFHW = torch.zeros(1, 1, 3, 1, 2)
     x0_BCFHW[:, :, 0] = 5.0
-    _, with_it, _ = sample_stats(x0_BCFHW)[0].tolist()
-    _, after_it, _ = sample_stats(x0_BCFHW, given_frames=1)[0].tolist()
+    _, with_it, *_ = sample_stats(x0_BCFHW)[0].tolist()
+    _, after_it, *_ = sample_stats(x0_BCFHW, given_frames=1)[0].tolist()
     assert with_it == 2.5 and after_it == 0.0
 
 
@@ -142,3 +167,34 @@ def test_statistics_of_a_step_drawn_again_take_the_place_of_the_earlier_ones(tmp
     for step, motion in ((1, 0.0), (2, 0.1), (2, 0.2)):
         write_stats(file, step, {"teacher": TEACHER, "student": SampleStats(1.0, motion, 0.0)})
     assert [line["motion"]["student"] for line in read_lines(file)] == [0.0, 0.2]
+
+
+def test_numbers_that_there_are_none_of_are_not_written_and_those_of_one_side_alone_are_null_on_the_other(
+    tmp_path: Path,
+) -> None:
+    write_stats(file := tmp_path / "samples.jsonl", 1, {"teacher": SampleStats(1.0), "student": TEACHER})
+    assert read_lines(file) == [
+        {
+            "step": 1,
+            "deviation": {"teacher": 1.0, "student": 1.0},
+            "motion": {"teacher": None, "student": 0.1},
+            "distance": {"teacher": None, "student": 0.5},
+            "size": {"teacher": None, "student": 0.8},
+        }
+    ]
+
+
+def test_pictures_of_a_world_have_numbers_of_their_colours_and_others_of_their_contrast_alone() -> None:
+    name = "a white circle on a black background, left"
+    pixels_BCFHW = shapes.render(name)[None, :, None].repeat(2, 1, 1, 1, 1)
+    pixels_BCFHW[1, :, 0, 40:43, 50:53] = torch.tensor([1.0, 0.0, 0.0]).view(3, 1, 1)
+    of_world, others = picture_stats(pixels_BCFHW, [name] * 2), picture_stats(pixels_BCFHW, None)
+    assert of_world[:, 2].tolist() == [0, 1] and of_world[0, 1] < 1e-6 < of_world[1, 1]
+    assert torch.equal(of_world[:, 0], others[:, 0]) and others[:, 1:].isnan().all()
+
+
+def test_the_spread_of_local_contrast_is_that_of_windows_in_which_pixels_alternate_and_flat_ones() -> None:
+    pixels_BCFHW = torch.zeros(1, 3, 2, 16, 16)
+    pixels_BCFHW[..., :8, ::2] = 0.8  # a deviation of 0.4 in half of the windows
+    assert contrast_spread(pixels_BCFHW).tolist() == pytest.approx([0.2])
+    assert contrast_spread(pixels_BCFHW[..., :8, :]).tolist() == pytest.approx([0.0], abs=1e-6)

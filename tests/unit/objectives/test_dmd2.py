@@ -10,12 +10,13 @@ import pytest
 import torch
 from constant_teacher import answered
 from diffusers import WanTransformer3DModel
+from dmd2_updates import OF_TEACHER, SCHEDULE, SHAPE, Texts, gaussian, source, start, update_of_student
 from engines import batch_for, loaded
 from small_wan import small_transformer
 from states import state
 from torch import Tensor
 
-from wandistiller.batch import STUDENT, Conditioning, Prediction, State
+from wandistiller.batch import STUDENT, Prediction, State
 from wandistiller.data.cached_dataset import MicroBatches
 from wandistiller.engine.batch_size import BatchSize
 from wandistiller.engine.engine_config import CheckpointPolicy
@@ -35,70 +36,17 @@ from wandistiller.objectives.dmd2 import (
     towards_teacher,
 )
 from wandistiller.objectives.objective import Objective
-from wandistiller.objectives.script import TEACHER, Ask, Loss, Slope, played
+from wandistiller.objectives.script import TEACHER, Ask, Slope, played
 from wandistiller.planner.passes import passes_of
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import transformer
 from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.structure import PARTS
 
-SHAPE = (2, 1, 4, 4)
-SCHEDULE = FlowSchedule(3.0, None, seed=0, few=FewSteps((1.0, 0.75)))
-
-
-class Texts:
-    """Data of texts alone, all the same."""
-
-    def __init__(self, text_LD: Tensor | None = None):
-        self._text_LD = torch.zeros(1, 1) if text_LD is None else text_LD
-
-    def conditioning(self, sample_index_B: list[int]) -> Conditioning:
-        return Conditioning(self._text_LD.expand(len(sample_index_B), -1, -1))
-
-
-def source(schedule: FlowSchedule, samples: int = 4, shape: tuple[int, ...] = SHAPE) -> MicroBatches:
-    """Eight samples an update, in micro-steps of `samples`."""
-    return MicroBatches(Texts(), schedule, BatchSize(samples, 8 // samples, 8), shape)
-
-
-def start(step: int = 0) -> Rollout:
-    return drawn(source(SCHEDULE), step, 0)
-
-
-def gaussian(mean: float, deviation: float) -> Callable[[State], Tensor]:
-    """The exact velocity where clean latents are independent Gaussians: (x - E[x0 | x]) / t."""
-
-    def velocity(batch: State) -> Tensor:
-        t, x = batch.sigma_B.view(-1, 1, 1, 1, 1), batch.x_t_BCFHW
-        variance = (1 - t) ** 2 * deviation**2 + t**2
-        x0 = mean + (1 - t) * deviation**2 / variance * (x - (1 - t) * mean)
-        return (x - x0) / t
-
-    return velocity
-
-
-OF_TEACHER = gaussian(0.5, 0.3)
-
 
 def gradient_at(at: Renoised, critic: Callable[[State], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """The gradient at samples, where the teacher is `OF_TEACHER`, and its numbers."""
     return towards_teacher(at, OF_TEACHER(at), critic(at))
-
-
-def update_of_student(
-    term: Dmd2,
-    batch: Rollout,
-    v_BCFHW: Tensor,
-    critic: Callable[[State], Tensor],
-    slope: Callable[[Slope], Tensor] | None = None,
-) -> Loss:
-    """The student's update from a state at which its velocity is `v_BCFHW`."""
-    networks = {
-        role: lambda ask, v=v: Prediction(v(ask.state))
-        for role, v in ((TEACHER, OF_TEACHER), (CRITIC, critic))
-    }
-    script = term.script(STUDENT, {Dmd2.states: batch}, SCHEDULE)
-    return answered(script, networks, lambda _: Prediction(v_BCFHW), slope)[STUDENT]
 
 
 def score(batch: State, mean: float, deviation: float) -> Tensor:
