@@ -57,7 +57,8 @@ def test_planned_activations_of_all_or_a_part_of_the_tokens_are_the_measured_pea
     if sharers > 1:
         share_sequences(model, ImaginedRanks(sharers))
     measured = peak_bytes(lambda: predict(model).square().mean().backward())
-    assert planned == pytest.approx(measured, rel=0.15)
+    # what a backward pass takes for itself is not counted: 12 bytes a number of a block's state, in bf16 18
+    assert planned == pytest.approx(measured, rel=0.15 if dtype == "float32" else 0.2)
 
 
 @pytest.mark.slow
