@@ -120,4 +120,4 @@ def test_planned_memory_of_ranks_that_share_a_sample_is_their_measured_peak(dtyp
     passes, a_call = map(max, zip(*call(shared_peaks, 6, engine, ranks=2), strict=True))
     given = config(6), engine, LATENT, 1
     planned = activation_bytes(*given, **how).transient, call_bytes(*given, **how)[0]
-    assert planned == pytest.approx((passes, a_call), rel=0.15)
+    assert planned == pytest.approx((passes, a_call), rel=0.15 if dtype == "float32" else 0.2)  # as above
