@@ -14,7 +14,7 @@ from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import MicroBatches
 from wandistiller.engine.batch_size import BatchSize
 from wandistiller.experts import Expert
-from wandistiller.objectives.dmd2 import CRITIC, NOISE, drawn
+from wandistiller.objectives.dmd2 import CRITIC, WITH_NOISE, drawn
 from wandistiller.training.prepare import prepare
 from wandistiller.training.trainer import Trainer
 from wandistiller.wan.transformer import renew_rope, velocity
@@ -126,7 +126,7 @@ class PlainDmd2:
         student, *joint = self.update_student(first + alone)
         return student, statistics.mean(critic + joint)
 
-    def sampled(self, update: int, compare: str = NOISE) -> tuple[State, torch.Tensor]:
+    def sampled(self, update: int, compare: str = WITH_NOISE) -> tuple[State, torch.Tensor]:
         """Sample up to a drawn call; return the noise for the samples, at its level, and x0 of that call.
 
         The noise of those on the path is where the velocity of that call comes from.

@@ -34,7 +34,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "shared dmd2 with heads": {"objective": JUDGED | {"shared": True}},
 }
 """Settings of a recipe by name."""
-QUICK = ["dmd2 with heads"]
+QUICK = ["stage 2"]
 
 
 @pytest.fixture(scope="module")

@@ -106,11 +106,11 @@ def as_hub_id(teacher: Path, patch: pytest.MonkeyPatch) -> str:
     return "org/wan"
 
 
-USUAL = [("Wan2.2-TI2V-5B", 5)]
-OTHERS = [pytest.param((form, 1), marks=pytest.mark.slow) for form in FORMS if (form, 1) not in USUAL]
+USUAL, *OTHERS = [*((form, 1) for form in FORMS), ("Wan2.2-TI2V-5B", 5)]
+SLOW = [pytest.param(run, marks=pytest.mark.slow) for run in OTHERS]
 
 
-@pytest.fixture(scope="module", params=[*USUAL, *OTHERS], ids=str)
+@pytest.fixture(scope="module", params=[USUAL, *SLOW], ids=str)
 def run(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, one_rank: torch.device
 ) -> Iterator[Run]:

@@ -63,6 +63,7 @@ def test_the_thread_that_reads_blocks_uses_the_gpu_of_its_rank_alone(wan2: Path,
     assert call(simulated_gpus.gpus_of_reads, wan2, ranks=2, start=start) == [{0}, {1}]
 
 
+@pytest.mark.slow
 def test_a_text_encoder_that_does_not_fit_the_gpu_gives_the_same_bits_from_cpu_memory(
     wan2: Path, copy_of: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -27,9 +27,9 @@ HEADS_WEIGHT = 0.01
 """Of the heads' loss in the critic's: it hardly moves the critic itself. Source: DMD2's settings for SDXL."""
 RENOISED = (0.02, 0.98)
 """Noise levels at which a student's samples are compared; nearer to 0 and 1 scores say little."""
-NOISE, PATH, MIXED = "noise", "path", "mixed"
+WITH_NOISE, ON_PATH, MIXED = "noise", "path", "mixed"
 """Where a student's samples are compared: with new noise, on its own Euler step, or half of them on each."""
-LEAST, TINY = 1e-4, 1e-8
+LEAST, LEAST_SUM = 1e-4, 1e-8
 """Least divisors: of the gradient, and of its part along the critic's residual."""
 LAGS = (
     "The critic does not keep up with the student's samples: over {most} of its difference from the teacher "
@@ -67,11 +67,11 @@ class Renoised(State):
     """The velocity dx_t/dt of the path to those samples, which the critic learns."""
 
 
-def drawn(source: MicroBatches, update: int, micro: int, compare: str = NOISE) -> Rollout:
+def drawn(source: MicroBatches, update: int, micro: int, compare: str = WITH_NOISE) -> Rollout:
     """Draw the noise that the student samples from, its calls, and where its samples are compared.
 
     Args:
-        compare: NOISE, PATH or MIXED.
+        compare: WITH_NOISE, ON_PATH or MIXED.
     """
     schedule, index_B = source.schedule, source.indices(update, micro)
     conditioning = source.conditioning(update, micro)
@@ -84,7 +84,7 @@ def drawn(source: MicroBatches, update: int, micro: int, compare: str = NOISE) -
         torch.stack([keyed_normal(source.latent, schedule.seed, kind, update, i) for i in index_B])
         for kind in ("start", "judged noise", *(f"fresh {call}" for call in range(renewed)))
     )
-    expert = schedule.draw_expert(update, None if compare == NOISE else exit_)
+    expert = schedule.draw_expert(update, None if compare == WITH_NOISE else exit_)
     least, most = RENOISED
     sigmas, on_path = [], [_is_on_path(compare, schedule, i) for i in index_B]
     for i, is_on_path in zip(index_B, on_path, strict=True):
@@ -111,7 +111,7 @@ def _is_on_path(compare: str, schedule: FlowSchedule, sample_index: int) -> bool
     """Return whether a sample is compared on the path; of MIXED one of two with consecutive indices."""
     if compare == MIXED:  # drawn for each pair: the indices of all of the student's updates may be odd
         return (sample_index + int(2 * schedule.uniform("compared", sample_index // 2))) % 2 == 0
-    return compare == PATH
+    return compare == ON_PATH
 
 
 def renoised(batch: Rollout, v_BCFHW: Tensor) -> Renoised:
@@ -197,7 +197,7 @@ def towards_teacher(
 def orthogonal(x_BCFHW: Tensor, to_BCFHW: Tensor) -> Tensor:
     """Return x_BCFHW less its part along `to_BCFHW`, sample by sample; unchanged where that is 0."""
     x_BN, to_BN = x_BCFHW.flatten(1), to_BCFHW.flatten(1)
-    share_B1 = (x_BN * to_BN).sum(1, keepdim=True) / to_BN.square().sum(1, keepdim=True).clamp(min=TINY)
+    share_B1 = (x_BN * to_BN).sum(1, keepdim=True) / to_BN.square().sum(1, keepdim=True).clamp(min=LEAST_SUM)
     return (x_BN - share_B1 * to_BN).view_as(x_BCFHW)
 
 
@@ -255,7 +255,7 @@ class Dmd2(Term):
     """The critic's last update is made with the student's, by the pass that judges the student's samples."""
     projected: bool = False
     """The gradient that moves the samples loses its part along the critic's residual there."""
-    compare: Literal["noise", "path", "mixed"] = NOISE
+    compare: Literal["noise", "path", "mixed"] = WITH_NOISE
     """Where the student learns from its samples: with new noise, on its own Euler step, or half on each."""
     gan: NotNegative = 0.0
     """Weight, such as 0.03, of heads on the critic that tell samples from cached latents; 0: no heads."""
@@ -278,7 +278,7 @@ class Dmd2(Term):
         if self.expert and self.sampler != EULER:
             both = f'`{where}.sampler` is "{self.sampler}" and `{where}.expert` given'
             texts.append(f'{both}. Two experts sample along the path: write "sampler" "euler", or none.')
-        if self.compare != NOISE and not self.projected:
+        if self.compare != WITH_NOISE and not self.projected:
             path = f'`{where}.compare` is "{self.compare}" without `projected`, which makes samples rough'
             texts.append(f"{path}. Write `projected` true too, or leave `compare` out.")
         return [Problem(text, RECIPE, where) for text in texts]
@@ -307,7 +307,7 @@ class Dmd2(Term):
         return texts
 
     def draw(self, role: str, source: MicroBatches, update: int, micro: int) -> dict[str, State]:
-        batch = drawn(source, update, micro, self.compare if role == STUDENT else NOISE)
+        batch = drawn(source, update, micro, self.compare if role == STUDENT else WITH_NOISE)
         if not self.gan or role == STUDENT and not self.shared:
             return {ROLLOUT: batch}
         return {ROLLOUT: batch, REAL: source.noised_as(batch.renoise, update, micro)}

@@ -59,7 +59,8 @@ def test_planned_activations_of_all_or_a_part_of_the_tokens_are_the_measured_pea
         share_sequences(model, ImaginedRanks(sharers))
         use_kernels(model, Kernels())
     measured = peak_bytes(lambda: predict(model).square().mean().backward())
-    assert planned == pytest.approx(measured, rel=0.15)
+    # what a backward pass takes for itself is not counted: 12 bytes a number of a block's state, in bf16 18
+    assert planned == pytest.approx(measured, rel=0.15 if dtype == "float32" else 0.2)
 
 
 @pytest.mark.slow
@@ -121,4 +122,4 @@ def test_planned_memory_of_ranks_that_share_a_sample_is_their_measured_peak(dtyp
     passes, a_call = map(max, zip(*call(shared_peaks, 6, engine, ranks=2), strict=True))
     given = config(6), engine, LATENT, 1
     planned = activation_bytes(*given, **how).transient, call_bytes(*given, **how)[0]
-    assert planned == pytest.approx((passes, a_call), rel=0.15)
+    assert planned == pytest.approx((passes, a_call), rel=0.15 if dtype == "float32" else 0.2)  # as above

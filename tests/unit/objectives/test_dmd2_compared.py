@@ -11,7 +11,7 @@ from wandistiller.data.cached_dataset import MicroBatches
 from wandistiller.engine.batch_size import BatchSize
 from wandistiller.experts import Expert, expert_at
 from wandistiller.network.sampling import few_steps
-from wandistiller.objectives.dmd2 import CRITIC, MIXED, PATH, Dmd2, drawn, renoised
+from wandistiller.objectives.dmd2 import CRITIC, MIXED, ON_PATH, Dmd2, drawn, renoised
 from wandistiller.utils.keyed_random import keyed_normal
 
 HIGH, LOW = Expert
@@ -47,7 +47,7 @@ def test_a_projected_update_is_the_plain_one_where_the_critic_has_no_error_at_th
 @pytest.mark.parametrize("step", range(3))
 def test_a_sample_on_the_path_is_where_the_student_s_euler_step_passes_its_noise_level(step: int) -> None:
     """A share r of the way from x_k to the sampler's next state; the path's velocity is the student's."""
-    batch, v = drawn(source(SCHEDULE), step, 0, PATH), keyed_normal((4, *SHAPE), "v")
+    batch, v = drawn(source(SCHEDULE), step, 0, ON_PATH), keyed_normal((4, *SHAPE), "v")
     levels = (*SCHEDULE.few.sigmas, 0.0)[batch.exit : batch.exit + 2]
     x_k = keyed_normal((4, *SHAPE), "before the call")
     following = SCHEDULE.few.following(batch.exit, x_k, v, None)
@@ -84,7 +84,7 @@ def test_levels_on_the_path_are_of_the_call_and_of_the_expert_that_judges_there(
     schedule = replace(SCHEDULE, shift=7.0, boundary=S, handover=S if trained else None, few=few)
     schedule, experts = replace(schedule, trained=trained), set()
     for update in range(60):
-        batch = drawn(source(schedule), update, 0, PATH)
+        batch = drawn(source(schedule), update, 0, ON_PATH)
         sigma_B, (begin, end) = batch.renoise.sigma_B, few.ends(batch.exit)
         assert end - 1e-6 <= sigma_B.min() and sigma_B.max() <= begin + 1e-6
         assert {expert_at(sigma, S - 1e-6) for sigma in sigma_B.tolist()} == {batch.renoise.expert}

@@ -25,7 +25,7 @@ def rows(folder: Path, wan: str) -> str:
     return str(file)
 
 
-@pytest.mark.parametrize("wan", slow_but([FIVE], WANS))
+@pytest.mark.parametrize("wan", slow_but([], WANS))
 @pytest.mark.usefixtures("quiet_logging")
 def test_what_is_recommended_for_an_image_to_video_wan_fits(
     published: Path, tmp_path: Path, capsys: pytest.CaptureFixture, wan: str

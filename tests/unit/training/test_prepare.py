@@ -1,5 +1,6 @@
 """What a run keeps of its teacher, and what its pictures are of, before anything is trained."""
 
+import gc
 import json
 import logging
 import os
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 import trainers
+from diffusers import AutoencoderKLWan
 from image_data import image_data, noise
 from image_wans import A14B, Wans
 from ranks import edit_json
 from recipes import recipe
 from safetensors.torch import load_file, save_file
+from transformers import UMT5EncoderModel
 
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
@@ -65,6 +68,19 @@ def test_the_error_of_quantised_weights_is_measured_once(
     save_file({band: torch.full_like(error, 0.5) for band, error in measured.items()}, file)
     guided_teacher(job, conditions, data.sample_items)
     assert "int8: relative velocity error 0.5 at 0-0.25, 0.5 at 0.25-0.5, " in caplog.messages[-1]
+
+
+def encoders() -> set[int]:
+    """Text encoders and VAEs in this process."""
+    gc.collect()
+    return {id(o) for o in gc.get_objects() if isinstance(o, (UMT5EncoderModel, AutoencoderKLWan))}
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_no_text_encoder_and_no_vae_is_left_when_all_is_prepared(tmp_path: Path, wan1: Path) -> None:
+    job, before = trainers.job_of(recipe(tmp_path, wan1, data_path=str(image_data(tmp_path)))), encoders()
+    _ = trainers.parts_of(job)
+    assert encoders() <= before
 
 
 @pytest.fixture(scope="module")
