@@ -14,6 +14,7 @@ from traffic import CudaKernels, Traffic
 
 from wandistiller.engine.engine_config import Kernels
 from wandistiller.network.network import Computing, Network, Trained
+from wandistiller.planner.time import EAGER
 from wandistiller.teacher.build import build_teacher
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.kernels import WanTransformerBlock, use_kernels
@@ -59,6 +60,7 @@ def test_an_eager_block_has_fewer_kernels_and_bytes_than_that_of_diffusers() -> 
     assert [n for _, n in stock] == [56, 75] and [n for _, n in lean] == [45, 41]
     assert [nbytes for nbytes, _ in stock] == pytest.approx([285.4, 368.5], abs=0.1)
     assert [nbytes for nbytes, _ in lean] == pytest.approx([245.4, 280.5], abs=0.1)
+    assert [nbytes for nbytes, _ in lean] == pytest.approx([*EAGER], abs=0.6)
 
 
 @pytest.mark.parametrize("of_each_patch", [False, True])
