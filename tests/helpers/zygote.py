@@ -6,10 +6,8 @@ Launchers have tests of their own; here a process gets its rank from the environ
 import atexit
 import faulthandler
 import gc
-import inspect
 import json
 import os
-import pickle
 import runpy
 import signal
 import subprocess
@@ -130,24 +128,6 @@ def _plan_usual_runs() -> None:
             plan(read_job(RunConfig(**recipe(Path(folder), wan)), 1), machine_now())
 
 
-def _trace_backward_passes() -> None:
-    """Let a child trace them: on a simulated GPU autograd starts a thread at the first."""
-    from wandistiller.network import activation_memory
-
-    results = inspect.getclosurevars(activation_memory._passes).nonlocals["results"]
-    with tempfile.TemporaryFile() as file:
-        if not (child := os.fork()):
-            try:
-                _plan_usual_runs()
-                pickle.dump(results, file)
-                file.flush()
-            finally:
-                os._exit(0)
-        os.waitpid(child, 0)
-        file.seek(0)
-        results.update(pickle.load(file))
-
-
 def _take_async_io_of_cpus() -> None:
     """Let async_io be the build for CPUs: the one for GPUs links libraries that torch's CPU build lacks."""
     from deepspeed.git_version_info import installed_ops
@@ -168,7 +148,10 @@ def _threads() -> list[str]:
 
 def _serve() -> None:
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  deepspeed 0.19.8 does so while it builds an optimizer
+    import peft  # noqa: F401  this and the next classes are imported by commands at their first use
     from deepspeed.ops.op_builder import CPUAdamBuilder
+    from diffusers import WanImageToVideoPipeline, WanPipeline  # noqa: F401
+    from transformers import CLIPImageProcessor, CLIPVisionModel, T5TokenizerFast  # noqa: F401
 
     import wandistiller.cli.evaluate
     import wandistiller.training.distil  # noqa: F401  brings prepare and export
@@ -178,7 +161,6 @@ def _serve() -> None:
     CPUAdamBuilder().load()
     if "SIMULATED_GPUS" in os.environ:
         _take_async_io_of_cpus()
-        _trace_backward_passes()
     _plan_usual_runs()
 
     gc.freeze()  # imported objects are never garbage; scanning them again takes each rank a second or more
