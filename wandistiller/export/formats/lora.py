@@ -7,8 +7,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import diffusers
 import torch
-from diffusers import WanPipeline
 from torch import Tensor
 
 from wandistiller.experts import Expert
@@ -100,7 +100,8 @@ class LoraFormat(ExportFormat):
                 files = [Path(FILES[Expert(name)]) for name in experts]
                 for file, adapter in zip(files, adapters, strict=True):
                     config = {"transformer_lora_adapter_metadata": adapter.config}
-                    WanPipeline.save_lora_weights(folder, adapter.state, weight_name=file.name, **config)
+                    save = diffusers.WanPipeline.save_lora_weights
+                    save(folder, adapter.state, weight_name=file.name, **config)
             names = [file.name for file in files]
             if isinstance(source, WholeModel):
                 write_json(folder / FACTS, source.published.as_json())
