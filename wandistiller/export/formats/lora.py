@@ -24,7 +24,7 @@ from wandistiller.export.output import (
 )
 from wandistiller.export.source import Source, WholeModel, arguments, clip, written
 from wandistiller.flow import EULER
-from wandistiller.network.adapters import LowRank, adapter_state, linear_layers
+from wandistiller.network.adapters import LowRank, adapter_state
 from wandistiller.network.folder import Folder
 from wandistiller.network.sampling import few_step_config
 from wandistiller.network.weight_reader import WeightReader
@@ -132,7 +132,7 @@ class LoraFormat(ExportFormat):
 
     def _extracted(self, source: Source, name: str, changes: Iterable[tuple[str, Tensor]]) -> Adapter:
         """Return the largest directions of an expert's changes of weights, and print their share."""
-        layers = linear_layers(source.facts.config.meta())
+        layers = source.facts.config.linear_layers
         targets = [layer for layer in layers if self.targets is None or any_names(self.targets, layer)]
         if problems := unknown_parts("command line", "targets", self.targets or (), layers):
             raise ConfigError(*problems)
