@@ -1,15 +1,14 @@
 """Shared by all tests: the environment, two small random pipelines, and one rank to run collectives on."""
 
 import fcntl
-import gc
 import logging
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 TESTS = Path(__file__).parent
 sys.path[:0] = [str(TESTS / "helpers"), str(TESTS.parent)]
@@ -24,16 +23,6 @@ if TYPE_CHECKING:
     from wandistiller.wan.folder import WanFolder
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # tests marked gpu start processes that have another
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, Any, Any]:
-    """Import all files of tests without scanning for garbage, and never scan what was imported again."""
-    gc.disable()
-    result = yield
-    gc.freeze()
-    gc.enable()
-    return result
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
