@@ -148,7 +148,10 @@ def _threads() -> list[str]:
 
 def _serve() -> None:
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  deepspeed 0.19.8 does so while it builds an optimizer
+    import peft  # noqa: F401  this and the next classes are imported by commands at their first use
     from deepspeed.ops.op_builder import CPUAdamBuilder
+    from diffusers import WanImageToVideoPipeline, WanPipeline  # noqa: F401
+    from transformers import CLIPImageProcessor, CLIPVisionModel, T5TokenizerFast  # noqa: F401
 
     import wandistiller.cli.evaluate
     import wandistiller.training.distil  # noqa: F401  brings prepare and export
