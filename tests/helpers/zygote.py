@@ -122,7 +122,7 @@ def _become(words: list[str], cwd: str, rank: Rank) -> None:
 
 
 def _plan_usual_runs() -> None:
-    """Check and trace the small pipelines' networks, for two seconds; the forked ranks have the results."""
+    """Trace the small pipelines' networks, for two seconds; the forked ranks have the results."""
     from recipes import recipe
     from small_wan import make_wan
     from tqdm import tqdm
@@ -136,9 +136,7 @@ def _plan_usual_runs() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for experts in (1, 2):
             wan = make_wan(Path(folder, f"wan{experts}"), experts=experts)
-            job = read_job(RunConfig(**recipe(Path(folder), wan)), 1)
-            job.folder.require_weights()
-            plan(job, machine_now())
+            plan(read_job(RunConfig(**recipe(Path(folder), wan)), 1), machine_now())
 
 
 def _take_async_io_of_cpus() -> None:
