@@ -105,6 +105,7 @@ class WeightReader:
         self.folder = folder
         self.faults: list[str] = []
         """Unreadable bytes and non-finite numbers in what was read; for `gather_problems` after loading."""
+        self._scratch = torch.empty(READERS, CHUNK_BYTES, dtype=torch.uint8)  # no memory until written to
         self._readers = ThreadPoolExecutor(READERS, "weights")  # no thread until a tensor has several parts
         self.read_names: set[str] = set()
         """Tensors of which anything was read."""
@@ -164,15 +165,15 @@ class WeightReader:
         on_cpu = out.device.type == "cpu"  # else in this thread's stream
         parts_N = out_N.split(size) if on_cpu and len(out_N) else [out_N]
         each = self._readers.map if len(parts_N) > 1 else map
-        faults = each(partial(self._fill, name), parts_N, range(first, first + max(1, len(out_N)), size))
+        starts = range(first, first + max(1, len(out_N)), size)
+        faults = each(partial(self._fill, name), parts_N, starts, self._scratch)
         self.faults += dict.fromkeys(fault for fault in chain(*faults) if fault not in self.faults)
 
-    def _fill(self, name: str, out_N: Tensor, first: int) -> set[str]:
-        """Fill one part; return the problems of what was read."""
+    def _fill(self, name: str, out_N: Tensor, first: int, scratch: Tensor) -> set[str]:
+        """Fill one part, through `scratch` where it is converted; return the problems of what was read."""
         stored, faults = self.stored[name], set()
         direct = out_N.device.type == "cpu" and out_N.dtype == stored.dtype
         step = CHUNK_BYTES // stored.dtype.itemsize
-        scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8)  # no memory until it is written to
         try:
             with stored.file.open("rb", buffering=0) as file:  # no more than is needed
                 file.seek(stored.begin + first * stored.dtype.itemsize)
