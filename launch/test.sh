@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The tests, in the environment of quickstart.sh.
 #   bash launch/test.sh            the default suite: 10 to 12 minutes on two cores
-#   bash launch/test.sh --all      also the tests marked slow and multinode: about 75 minutes
+#   bash launch/test.sh --all      also the tests marked slow and multinode: over two hours
 #   bash launch/test.sh --simulated-gpu    those on simulated GPUs, slow ones too: up to an hour
 #   bash launch/test.sh -x -k flow    other arguments go to pytest
 source "$(dirname "$0")/env.sh"

@@ -51,8 +51,10 @@ class BackgroundRun:
         return words_of
 
     def pid_of_rank(self, rank: int) -> int:
-        """The process whose environment says so."""
-        for pid in self.processes():
+        """The process whose environment says so; its compilers inherit it, and may have smaller pids."""
+        for pid, words in self.processes().items():
+            if "-m wandistiller" not in words:
+                continue
             with suppress(OSError):  # it has just ended
                 variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 if f"RANK={rank}".encode() in variables:

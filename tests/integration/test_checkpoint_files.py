@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -225,6 +226,24 @@ def test_a_checkpoint_that_cannot_be_written_leaves_those_before_and_nothing_hal
         save(there.student, cut, 8)
     assert sorted(os.listdir(cut / "checkpoints")) == before
     assert save(there.student, cut, 8) == saved(cut, 8)
+
+
+def test_all_files_of_a_checkpoint_are_flushed_and_training_waits_for_none(
+    cut: Path, again: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, fsync = trainer_of(again), os.fsync
+    there.resume()
+    threads: dict[str, threading.Thread] = {}
+
+    def flush(descriptor: int) -> None:
+        threads[Path(os.readlink(f"/proc/self/fd/{descriptor}")).name] = threading.current_thread()
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    folder = save(there.student, cut, 8)
+    files = {file.name for file in folder.rglob("*") if file.is_file()} - {"manifest.json"}
+    assert {"run_state.json", "engine.json"} < files <= threads.keys()
+    assert threading.main_thread() not in threads.values()
 
 
 def test_an_output_folder_in_use_is_refused_with_its_process_and_free_when_that_is_killed(

@@ -81,4 +81,4 @@ def test_a_fresh_environment_of_the_newest_promised_python_trains(tmp_path: Path
         ["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=2400
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"software   python {NEWEST}." in done.stderr and len(metrics(tmp_path / "run")) == 2
+    assert f"software   python {NEWEST}." in done.stdout and len(metrics(tmp_path / "run")) == 2

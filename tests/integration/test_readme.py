@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from image_data import image_data
 from markdown_pages import (
     AFTER_A_RUN,
@@ -24,6 +25,7 @@ from markdown_pages import (
 )
 from published_wan import PUBLISHED, write_wans
 from ranks import ROOT, has_async_io
+from safetensors.torch import save_file
 from slow_cases import slow_but
 
 from wandistiller.cli.main import main
@@ -37,6 +39,7 @@ PLANS = unique({"plan"})
 RECOMMENDING = [c for c in PLANS if "--recommend" in c.words]
 RECOMMENDED = {c.value("--recommend") for c in RECOMMENDING}
 DRY = [c for c in unique({"train", "prepare"}) if c.value("--recipe") not in RECOMMENDED]
+ADAPTER = "diffusion_model.blocks.0.self_attn.q.lora_{}.weight"
 QUICK = "deepspeed --module wandistiller train --recipe ds_configs/recipes/quickstart.json"
 OF_PLACEMENTS = [
     Command(line, tuple(line.split()))
@@ -48,7 +51,7 @@ MISSING_HERE = re.compile(
 )
 MACHINES = table_rows("README.md", r"\d+ x \d+ GB \|")
 LEAST = table_rows("docs/memory.md", r"\d+ x \d+ GB, least")
-ADAPTERS = table_rows("docs/few_steps.md", r"\d+ x \d+ GB, \d+ GiB")
+ADAPTERS = table_rows("docs/lora.md", r"\d+ x \d+ GB, \d+ GiB")
 FIRST_FRAMES = table_rows("docs/image_to_video.md", r"\d+ x \d+ GB, \d+ GiB")
 FEW_STEPS = table_rows("ds_configs/recipes/README.md", r"`\d+x\d+_")
 
@@ -59,9 +62,12 @@ def named(command: Command) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with published pipelines' JSON files under their hub names, prompts and frames."""
+    """The current folder, with published pipelines' JSON files under their hub names, and files of a user."""
     monkeypatch.chdir(write_wans(tmp_path))
     image_data(tmp_path)
+    state = {ADAPTER.format("A"): torch.zeros(2, 5120), ADAPTER.format("B"): torch.zeros(5120, 2)}
+    for name in ("style", "four_steps"):  # LoRA files for 14B, of docs/own_style.md
+        save_file(state, tmp_path / f"{name}.safetensors")
     return tmp_path
 
 
@@ -105,7 +111,7 @@ def in_hours(printed: str, before: str) -> list[float]:
 def test_the_table_of_the_readme_has_a_row_for_every_machine_recipe() -> None:
     recipes = {file.stem for file in (ROOT / "ds_configs" / "machines").glob("*.json")}
     few = {f"{cells[0].strip('`')}_few_step" for cells in FEW_STEPS}
-    adapters = {name for name in recipes if name.endswith("_lora")}  # in docs/few_steps.md
+    adapters = {name for name in recipes if name.endswith("_lora")}  # in docs/lora.md
     images = {cells[1].strip("`") for cells in FIRST_FRAMES}
     others = few | adapters | images | {*VIDEOS}
     assert sorted(map(recipe_of, MACHINES)) == sorted(recipes - others) and few < recipes
@@ -355,6 +361,12 @@ def test_every_json_that_a_page_names_is_shipped(page: str) -> None:
     folders = "student|teacher|students|recipes|machines"
     for name in re.findall(rf"ds_configs/(?:{folders})/[a-z\d][\w.]*\.json", text(page)):
         assert shipped(name).is_file(), name
+
+
+def test_the_recipe_with_comments_of_the_readme_is_the_one_of_its_command() -> None:
+    (block,) = blocks("jsonc", "README.md")
+    recipe = json.loads(re.sub(r" +// .*", "", block))
+    assert recipe == json.loads(text("ds_configs/machines/1x16_wan2.1_14b_lora.json"))
 
 
 def test_json_of_the_texts_is_json() -> None:

@@ -28,7 +28,7 @@ from wandistiller.experts import Expert
 from wandistiller.network.adapters import is_adapter
 from wandistiller.student.learner import Ema, Learner
 from wandistiller.utils.errors import StorageError
-from wandistiller.utils.files import atomic, link_or_copy, write_json
+from wandistiller.utils.files import as_json, atomic, link_or_copy
 from wandistiller.utils.logging import set_activity
 
 
@@ -95,8 +95,8 @@ class Checkpointer:
                 written[name] = write_stream(folder / name, specs, tensors)
             if first:
                 engines = {f"{name}/{ENGINE}": read_engine(t) for name, (t, _) in networks.items()}
-                for name, content in (engines | {STATE: state}).items():
-                    write_json(folder / name, content)
+                for name, content in (engines | {STATE: state}).items():  # flushed by `_commit`, as all
+                    (folder / name).write_text(as_json(content), encoding="utf-8")
                     written[name] = checksum(folder / name)
                 frozen = sorted((folder / FROZEN).glob("*"))  # read once, as they never change
                 self._frozen = self._frozen or {f"{FROZEN}/{file.name}": checksum(file) for file in frozen}

@@ -3,6 +3,7 @@
 import json
 import zlib
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,14 +48,15 @@ def write_stream(path: Path, specs: list[Spec], tensors: Iterable[Tensor]) -> Fi
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     crc = 0
-    with path.open("wb") as file:
+    with path.open("wb") as file, ThreadPoolExecutor(1) as writer:
         for piece in (len(text).to_bytes(8, "little"), text):
             crc = zlib.crc32(piece, crc)
             file.write(piece)
         for spec, tensor in zip(specs, tensors, strict=True):
             raw = memoryview(tensor.detach().to("cpu", spec.dtype).contiguous().view(torch.uint8).numpy())
+            written = writer.submit(file.write, raw)  # beside the checksum, which takes as long
             crc = zlib.crc32(raw, crc)
-            file.write(raw)
+            written.result()
     return FileChecksum(8 + len(text) + end, f"{crc:08x}")
 
 

@@ -2,6 +2,7 @@
 
 import atexit
 import faulthandler
+import gc
 import logging
 import os
 import re
@@ -44,12 +45,12 @@ def main(argv: list[str] | None = None) -> int:
         launchers.set_rank_variables(os.environ)
         setup_logging("info")
         silence = break_silence()
-        if command in ("prepare", "train"):
-            from wandistiller.cli import train
-
-            train.run(command, flags, failures)
-        else:
-            import_module(f"wandistiller.cli.{command}").run(flags)
+        trains = command in ("prepare", "train")
+        module = import_module(f"wandistiller.cli.{'train' if trains else command}")
+        if not gc.isenabled():  # what was imported is never garbage, and is scanned no more
+            gc.freeze()
+            gc.enable()
+        module.run(*((command, flags, failures) if trains else (flags,)))
     except Stopped as stopped:
         reasons = list(dict.fromkeys(filter(None, collectives.gather_objects(stopping.reason))))
         text = f"stopped {stopped} by {', '.join(reasons)}; {failures.going_on()}"
@@ -83,6 +84,7 @@ def command() -> None:
     Next to a rank that failed, or while another tears down, threads of libraries were seen to abort or to
     hang in it (torch 2.13, deepspeed 0.19.8).
     """
+    gc.disable()  # until all is imported: a million objects, which would be scanned again and again
     process.open_streams()
     faulthandler.enable()  # says where a library crashed, such as an extension that was compiled here
     interrupts.raise_on_signals()

@@ -16,7 +16,7 @@ from wandistiller.distributed.device import emulates_bf16, make_deterministic
 from wandistiller.distributed.shutdown import STOP, stopping
 from wandistiller.export.output import check_ends
 from wandistiller.planner.disk import HELPS, Shortages, fetch_problems, log_disk_use, shortages
-from wandistiller.planner.resolve_auto import resolved
+from wandistiller.planner.resolve_auto import decide_auto
 from wandistiller.utils.errors import ConfigError, collecting
 from wandistiller.utils.files import delete_leftovers, lock
 from wandistiller.utils.logging import add_log_file, setup_logging
@@ -37,7 +37,7 @@ def run(command: str, flags: RunFlags, failures: Failures) -> None:
     setup_logging(of_all.log_level)
     collectives.watchdog.timeout = of_all.timeout
     require_same(stages, weights=False)
-    stages = resolved(stages)
+    stages = decide_auto(stages)
     if of_all.dry_run:
         _dry_run(stages, command)
         return

@@ -28,7 +28,7 @@ STILLS = (MediaType.IMAGE, *WITH_IMAGES)
 def recorded(job: Job) -> dict[str, Any]:
     """Return identity, facts and settings of a run, and its teacher's files, as every checkpoint has them."""
     # without folders, so that it stays true when the run is moved
-    run = {key: value for key, value in resolved(job).items() if not key.endswith("_dir")}
+    run = {key: value for key, value in settings_as_run(job).items() if not key.endswith("_dir")}
     if job.start:
         run["student_config"] = run["student_config"] | {"init": job.start.name}
     # none of a hub id, which has a commit
@@ -151,7 +151,7 @@ def provenance(job: Job) -> Facts:
     )
 
 
-def resolved(job: Job) -> dict[str, Any]:
+def settings_as_run(job: Job) -> dict[str, Any]:
     """Return the settings as they run, as one recipe that needs no other file."""
     student = {k: v for k, v in dataclasses.asdict(job.student).items() if v is not None}
     settings = dataclasses.asdict(job.run) | {
@@ -164,7 +164,7 @@ def resolved(job: Job) -> dict[str, Any]:
 
 def write_resolved(job: Job) -> None:
     """Write the settings as they run to OUTPUT/resolved; each file can be passed back in."""
-    folder, recipe = job.output / "resolved", resolved(job)
+    folder, recipe = job.output / "resolved", settings_as_run(job)
     for key, name in JSON_FILES.items():
         write_json(folder / f"{name}.json", recipe[key])
         recipe[key] = str(folder / f"{name}.json")
@@ -252,7 +252,7 @@ def require_same(stages: list[Job], *, weights: bool = True) -> None:
 
 
 def _read(job: Job) -> dict[str, Any]:
-    settings = dataclasses.asdict(job.run) | resolved(job) | identity(job)
+    settings = dataclasses.asdict(job.run) | settings_as_run(job) | identity(job)
     settings |= {"resume": job.resume_from and job.resume_from.name, "is_spent": job.is_spent}
     # what is in a folder is compared, not where it lies, which may differ between nodes
     return {k: v for k, v in settings.items() if not k.endswith(("_dir", "_path")) and k != "log_level"}

@@ -138,5 +138,5 @@ def write_resolved(stages: list[Job]) -> None:
         output, pictures = whole_output(stages), stages[0].run.sample_dir
         folders = {"output_dir": str(output)}
         folders |= {"sample_dir": str(Path(pictures).parent)} if pictures else {}
-        runs = {job.stage: identity.resolved(job) for job in stages}
+        runs = {job.stage: identity.settings_as_run(job) for job in stages}
         write_json(output / "resolved" / "run.json", in_stages(runs, folders))

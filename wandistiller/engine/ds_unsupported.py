@@ -67,13 +67,13 @@ RULES: dict[str, tuple[Callable[[Any, _Engine], bool], str]] = {
     "data_types.grad_accum_dtype": (  # at stage 1 its other optimizer has checkpoints that cannot be read
         lambda value, e: (
             value is not None
-            and SHORT.get(value, value) != e.dtype
+            and SHORT.get(str(value), value) != e.dtype
             and (e.stage == 0 or (e.stage == 1 and e.dtype == "bf16" and not e.offloaded))
         ),
         "DeepSpeed has no other precision for sums at this stage. Write stage 2, or remove it.",
     ),
     "data_types.param_dtype": (
-        lambda value, e: SHORT.get(value, value) not in (None, e.dtype),
+        lambda value, e: SHORT.get(str(value), value) not in (None, e.dtype),
         "The sections bf16 and fp16 ask for another. Remove it.",
     ),
     "optimizer.params.amsgrad": (

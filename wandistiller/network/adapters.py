@@ -72,7 +72,7 @@ def lora_problems(lora: Lora, frozen: list[str] | None, config: NetworkConfig) -
     if frozen:
         remedy = "With `lora` all but the adapters is frozen; remove it."
         problems.append(problem("recipe", "frozen", frozen, remedy))
-    layers = linear_layers(config.meta())
+    layers = config.linear_layers
     problems += unknown_parts("recipe", "lora.targets", lora.targets, layers)
     targets = [layer for layer in layers if any_names(lora.targets, layer)]
     problems += unknown_parts("recipe", "lora.ranks", lora.ranks or (), layers)
@@ -90,7 +90,7 @@ def lora_problems(lora: Lora, frozen: list[str] | None, config: NetworkConfig) -
 
 
 def target_layers(lora: Lora, config: NetworkConfig) -> list[str]:
-    return [n for n in linear_layers(config.meta()) if any_names(lora.targets, n)]
+    return [n for n in config.linear_layers if any_names(lora.targets, n)]
 
 
 def linear_layers(model: nn.Module) -> list[str]:

@@ -136,6 +136,14 @@ class NetworkConfig(Protocol):
         return {name: prod(shape) for name, shape in self.shapes.items()}
 
     @property
+    def linear_layers(self) -> list[str]:
+        """The names of its linear layers: of what it has, only these have matrices for weights."""
+        ends = ".weight"
+        return [
+            n.removesuffix(ends) for n, shape in self.shapes.items() if n.endswith(ends) and len(shape) == 2
+        ]
+
+    @property
     def numel(self) -> int:
         """The number of elements of all its parameters."""
         return sum(self.numels.values())

@@ -2,7 +2,10 @@
 
 import os
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from math import prod
 from pathlib import Path
 
@@ -67,6 +70,8 @@ DTYPES = {
 }
 DIFFUSERS_STEM = "diffusion_pytorch_model"
 CHUNK_BYTES = 2 * 2**20  # read, converted and checked at a time, while it is in the processor's cache
+READERS = 4
+"""Threads that read the parts of a tensor in CPU memory: one is slower than a disk, or a file in memory."""
 NAMED = 5  # tensors named in one message
 POSITIONS = "position_ids"
 """Numbers 0, 1, ... that transformers before 4.31 stored with CLIP; they are no weights."""
@@ -100,7 +105,8 @@ class WeightReader:
         self.folder = folder
         self.faults: list[str] = []
         """Unreadable bytes and non-finite numbers in what was read; for `gather_problems` after loading."""
-        self._scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8)  # no memory until it is written to
+        self._scratch = torch.empty(READERS, CHUNK_BYTES, dtype=torch.uint8)  # no memory until written to
+        self._readers = ThreadPoolExecutor(READERS, "weights")  # no thread until a tensor has several parts
         self.read_names: set[str] = set()
         """Tensors of which anything was read."""
         self.nonzero: set[str] = set()
@@ -154,15 +160,26 @@ class WeightReader:
         loading.
         """
         stored = self.stored[name]
-        out_N = out.view(-1)[: max(0, stored.shape.numel() - first)]
-        direct = out.device.type == "cpu" and out.dtype == stored.dtype
+        out_N = out.detach().view(-1)[: max(0, stored.shape.numel() - first)]
+        size = max(CHUNK_BYTES // stored.dtype.itemsize, -(-len(out_N) // READERS))
+        on_cpu = out.device.type == "cpu"  # else in this thread's stream
+        parts_N = out_N.split(size) if on_cpu and len(out_N) else [out_N]
+        each = self._readers.map if len(parts_N) > 1 else map
+        starts = range(first, first + max(1, len(out_N)), size)
+        faults = each(partial(self._fill, name), parts_N, starts, self._scratch)
+        self.faults += dict.fromkeys(fault for fault in chain(*faults) if fault not in self.faults)
+
+    def _fill(self, name: str, out_N: Tensor, first: int, scratch: Tensor) -> set[str]:
+        """Fill one part, through `scratch` where it is converted; return the problems of what was read."""
+        stored, faults = self.stored[name], set()
+        direct = out_N.device.type == "cpu" and out_N.dtype == stored.dtype
         step = CHUNK_BYTES // stored.dtype.itemsize
         try:
             with stored.file.open("rb", buffering=0) as file:  # no more than is needed
                 file.seek(stored.begin + first * stored.dtype.itemsize)
                 for chunk_N in out_N.split(step) if len(out_N) else ():
                     nbytes = len(chunk_N) * stored.dtype.itemsize
-                    raw_N = chunk_N if direct else self._scratch[:nbytes].view(stored.dtype)
+                    raw_N = chunk_N if direct else scratch[:nbytes].view(stored.dtype)
                     raw = memoryview(raw_N.view(torch.uint8).numpy())
                     while len(raw):
                         if not (n := file.readinto(raw)):
@@ -170,24 +187,23 @@ class WeightReader:
                         raw = raw[n:]
                     if not direct:
                         chunk_N.copy_(raw_N)
-                    self._check(name, chunk_N)
+                    faults |= self._not_finite(name, chunk_N)
         except (OSError, EOFError) as error:
-            message = f"{stored.file}: tensor `{name}` could not be read: {error}. Fetch this file again."
-            self.faults.append(message)
+            faults.add(f"{stored.file}: tensor `{name}` could not be read: {error}. Fetch this file again.")
+        return faults
 
-    def _check(self, name: str, chunk_N: Tensor) -> None:
+    def _not_finite(self, name: str, chunk_N: Tensor) -> set[str]:
         low, high = chunk_N.aminmax()
         self.read_names.add(name)
         if not low == high == 0:
             self.nonzero.add(name)
-        if not (low.isfinite() and high.isfinite()):
-            dtype = str(chunk_N.dtype).removeprefix("torch.")
-            message = (
-                f"{self.stored[name].file}: tensor `{name}` holds numbers that are not finite in {dtype}. "
-                "Fetch this file again, or choose another precision."
-            )
-            if message not in self.faults:
-                self.faults.append(message)
+        if low.isfinite() and high.isfinite():
+            return set()
+        dtype = str(chunk_N.dtype).removeprefix("torch.")
+        return {
+            f"{self.stored[name].file}: tensor `{name}` holds numbers that are not finite in {dtype}. "
+            "Fetch this file again, or choose another precision."
+        }
 
 
 def _weight_map(index: Path) -> dict[str, str]:

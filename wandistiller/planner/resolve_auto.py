@@ -292,7 +292,7 @@ def teachers(dtype: str, topology: Topology, weights: Weights = None) -> list[tu
     return candidates + late
 
 
-def resolved(stages: list[Job]) -> list[Job]:
+def decide_auto(stages: list[Job]) -> list[Job]:
     """Resolve what the stages of a recipe leave at `auto`. Collective."""
     done: list[Job] = []
     for job in stages:

@@ -21,7 +21,8 @@ from wandistiller.network.network import Parameters
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.utils.system_memory import PINNED_ROUNDED
 
-WEIGHTS, MASTERS, GRADIENTS, BUCKETS = "weights", "float32 weights and optimizer", "gradients", "buckets"
+MODULE_WEIGHTS, MASTERS = "weights", "float32 weights and optimizer"
+GRADIENTS, BUCKETS = "gradients", "buckets"
 GATHERED, HELD = "gathered weights", "weights that backward waits for"
 """The student's parts; these two under ZeRO-3 alone."""
 AVERAGE = "moving average"
@@ -88,7 +89,7 @@ def _whole(network: Parameters, engine: EngineConfig) -> dict[str, Bytes]:
     item, numel = engine.dtype.itemsize, network.trained_numel
     masters = ((4 if item < 4 else 0) + optimizer_states(engine)) * numel
     return {
-        WEIGHTS: Bytes(device=item * (numel + network.frozen_numel)),
+        MODULE_WEIGHTS: Bytes(device=item * (numel + network.frozen_numel)),
         MASTERS: Bytes(device=masters),
         GRADIENTS: Bytes(transient=item * numel),
     }
@@ -110,14 +111,14 @@ def _flat(network: Parameters, engine: EngineConfig, ranks: int, accelerator: bo
         overlaps = engine.zero.overlap_comm and accelerator
         kept_apart = gradients if overlaps else 0
         return {
-            WEIGHTS: Bytes(device=weights),
+            MODULE_WEIGHTS: Bytes(device=weights),
             MASTERS: Bytes(device=(4 + states) * part),
             GRADIENTS: Bytes(transient=max(gradients + bucket, step) + kept_apart),
         }
     lock = partial(_locked, offload, accelerator)
     transient = bucket + (gradients if engine.stage == 1 else 0)
     return {
-        WEIGHTS: Bytes(device=weights) + lock(item * part),
+        MODULE_WEIGHTS: Bytes(device=weights) + lock(item * part),
         MASTERS: Bytes(host=states * part) + lock(4 * part),
         GRADIENTS: lock(4 * part) + lock(item * numel // ranks if adds else 0),
         BUCKETS: Bytes(device=largest, transient=transient) + lock(largest),
@@ -156,7 +157,7 @@ def _partitioned(
     step = (4 + (item if item < 4 else 0)) * group
     later = step - transient - held if offload["device"] == "none" else 0
     return {
-        WEIGHTS: weights[engine.weights_on],
+        MODULE_WEIGHTS: weights[engine.weights_on],
         MASTERS: masters,
         GRADIENTS: gradients,
         BUCKETS: Bytes(bucket, transient=max(bucket, later)),

@@ -13,7 +13,7 @@ from wandistiller.student.pruning import fits_rope
 from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import read_json
 from wandistiller.utils.validation import Count, Index, Text, check, types_of, write
-from wandistiller.wan.checks import part_problems, weight_problems
+from wandistiller.wan.checks import part_problems, transformer_problems
 from wandistiller.wan.components import PartConfig, filled
 from wandistiller.wan.transformer_config import TransformerConfig
 
@@ -92,8 +92,7 @@ def read_student_config(
     if own_folder and not trained and not problems:  # reads headers only
         experts = list(Expert) if student.experts == "two" else [Expert.HIGH_NOISE]
         folders = [transformer_folder(student.init, expert) for expert in experts]
-        model = config.meta()
-        problems = [p for source in folders for p in weight_problems(source, model)]
+        problems = [p for source in folders for p in transformer_problems(source, config)]
     if problems:
         raise ConfigError(*problems)
     return student, config

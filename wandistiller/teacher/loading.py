@@ -129,7 +129,6 @@ def load_streamed(
             offsets_of.setdefault(name, []).append(sizes[block_of(name)])
             sizes[block_of(name)] += _aligned(piece)
     arena = Arena(sizes.total(), peers)
-    arena.lock()
     stored = {b: arena.take(torch.empty(n, dtype=torch.uint8, device="meta")) for b, n in sizes.items()}
     buffer_of = {b: buffers.tensors[number % BUFFERS] for number, b in enumerate(sizes)}
     for name, weight in one_by_one(parameters, reader):
@@ -142,6 +141,7 @@ def load_streamed(
             weight.read(reader, name, pieces, WHOLE, device)
         set_parameter(model, name, weight.assembled(pieces))
     collectives.barrier()
+    arena.lock()  # once the threads that read have got the pages, which the driver does one by one
     BlockStream(list(stored.values()), buffers).serve(model)
     return model
 

@@ -153,7 +153,11 @@ def take_lock(file: IO[Any]) -> bool | None:
 
 def write_json(path: Path, value: Any) -> None:
     with atomic(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        temporary.write_text(as_json(value), encoding="utf-8")
+
+
+def as_json(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
 def digest(*parts: object) -> str:

@@ -1,6 +1,6 @@
 """Checks of a Wan pipeline: its files, whose parts are built and called without memory, and its weights."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -54,7 +54,7 @@ def part_problems(part: str, config: components.PartConfig) -> list[str]:
     if not all(name in classes for name in (named if isinstance(named, list) else [named])):
         remedy = f"Give a Wan whose class is {classes[0]}; no other is loaded. {UNSUPPORTED}"
         problems.append(config.problem(key, remedy))
-    return problems or _unfit(part, where, values)
+    return problems or _unfit(part, config)
 
 
 def _try(part: str, values: dict[str, Any]) -> None:
@@ -79,16 +79,21 @@ def _try(part: str, values: dict[str, Any]) -> None:
             scheduler.step(nothing, t, nothing)
 
 
-@once_for_each
-def _unfit(part: str, where: str, values: dict[str, Any]) -> list[str]:
+def _unfit(part: str, config: components.PartConfig) -> list[str]:
     """List the library's reason why a part cannot be made of these settings; it takes no memory."""
+    why = _refusal(part, config.values)
+    text = f"{config.where}: it cannot be built from this: {why}. Fix it, or fetch this file again."
+    return [text] if why else []
+
+
+@once_for_each
+def _refusal(part: str, values: dict[str, Any]) -> str:
     try:
         with torch.device("cpu" if part == "scheduler" else "meta"), torch.no_grad():
             _try(part, values)
     except Exception as error:  # of the libraries any
-        why = str(error) or type(error).__name__
-        return [f"{where}: it cannot be built from this: {why}. Fix it, or fetch this file again."]
-    return []
+        return str(error) or type(error).__name__
+    return ""
 
 
 def unequal_problems(
@@ -119,7 +124,7 @@ def scheduler_problems(config: components.PartConfig) -> list[str]:
     if not scheduler_class(config.values.get("_class_name")):
         remedy = "Name a scheduler of diffusers: UniPCMultistepScheduler."
         return [config.problem("_class_name", remedy)]
-    if problems := _unfit("scheduler", config.where, config.values):
+    if problems := _unfit("scheduler", config):
         dynamic = own_settings(config.values).get("use_dynamic_shifting")
         remedy = "A Wan has one shift for all sizes. Write false here, and that shift under `shift`."
         return [config.problem("use_dynamic_shifting", remedy)] if dynamic else problems
@@ -134,22 +139,26 @@ def component_problems(folder: Path, *, image: bool) -> list[str]:
         image: the transformer takes an image encoder's states.
     """
     problems = _loaded_tokenizer_problems(folder / "tokenizer")
+    parts = ["vae", "text_encoder", *(["image_encoder"] if image else [])]
     if (file := folder / "text_encoder" / "adapter_config.json").exists():  # peft would add it to the weights
         problems.append(f"{file}: Delete it; a text encoder is loaded without adapters.")
-    makers: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
-        "vae": components.vae_of,
-        "text_encoder": components.text_encoder_of,
-    } | ({"image_encoder": components.image_encoder_of} if image else {})
-    files = [f"{part}/config.json" for part in makers] + ["image_processor/preprocessor_config.json"] * image
+    files = [f"{part}/config.json" for part in parts] + ["image_processor/preprocessor_config.json"] * image
     if lacking := [name for name in files if not (folder / name).is_file()]:
         return problems + [f"{folder / name}: no such file. Give the whole pipeline." for name in lacking]
-    for part, make in makers.items():
+    for part in parts:
         values = read_json(folder / part / "config.json")
         problems += components.refused_keys(folder / part / "config.json", values)
-        with torch.device("meta"):
-            model = make(values)
-        problems += weight_problems(folder / part, model, DIFFUSERS_STEM if part == "vae" else "model")
+        stem = DIFFUSERS_STEM if part == "vae" else "model"
+        problems += weight_problems(folder / part, *_parameters(part, values), stem)
     return problems
+
+
+@once_for_each
+def _parameters(part: str, values: dict[str, Any]) -> tuple[dict[str, torch.Size], list[str] | None]:
+    """Return shapes by name, and the names that the library ignores in a file."""
+    with torch.device("meta"):
+        model = getattr(components, f"{part}_of")(values)
+    return {name: p.shape for name, p in model.named_parameters()}, model._keys_to_ignore_on_load_unexpected
 
 
 def _loaded_tokenizer_problems(folder: Path) -> list[str]:
@@ -172,20 +181,27 @@ def _loaded_tokenizer_problems(folder: Path) -> list[str]:
     return [f"{folder}: it has more tokens than the text encoder, {vocabulary}. Give its own."]
 
 
-def weight_problems(folder: Path, model: nn.Module, stem: str = DIFFUSERS_STEM) -> list[str]:
-    """List the tensors in `folder` that do not fit `model`, from the files' headers."""
+def transformer_problems(folder: Path, config: TransformerConfig) -> list[str]:
+    """List the tensors in `folder` that are not those of a transformer, from the files' headers."""
+    return weight_problems(folder, config.shapes, config.kind._keys_to_ignore_on_load_unexpected)
+
+
+def weight_problems(
+    folder: Path, shapes: Mapping[str, Sequence[int]], ignored: list[str] | None, stem: str = DIFFUSERS_STEM
+) -> list[str]:
+    """List the tensors in `folder` that have not these names and shapes, from the files' headers."""
     try:
         reader = WeightReader(folder, stem)
     except ConfigError as error:
         return error.problems
     # of an image encoder transformers 4 began the names otherwise
     begins = "vision_model." if all(name.startswith("vision_model.") for name in reader.stored) else ""
-    expected = {f"{begins}{name}": p.shape for name, p in model.named_parameters()}
+    expected = {f"{begins}{name}": torch.Size(shape) for name, shape in shapes.items()}
     if TIED in reader.stored and "shared.weight" in expected:
         expected[TIED] = expected["shared.weight"]
         if "shared.weight" not in reader.stored:
             del expected["shared.weight"]
-    return reader.problems(expected, model._keys_to_ignore_on_load_unexpected)
+    return reader.problems(expected, ignored)
 
 
 def zero_problems(folder: Path, matrices: Iterable[str]) -> list[str]:

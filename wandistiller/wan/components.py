@@ -11,18 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers  # whose classes take a second each to import: where they are used
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import Tensor
-from transformers import (
-    BatchEncoding,
-    CLIPImageProcessor,
-    CLIPVisionConfig,
-    CLIPVisionModel,
-    PreTrainedTokenizerFast,
-    T5TokenizerFast,
-    UMT5Config,
-    UMT5EncoderModel,
-)
 
 from wandistiller.utils.errors import problem
 from wandistiller.utils.files import REFUSED, read_json, refused_keys
@@ -31,11 +22,12 @@ from wandistiller.wan.text_padding import TEXT_TOKENS
 from wandistiller.wan.transformer_config import NEEDED
 
 TOKENIZERS = {
-    "T5Tokenizer": T5TokenizerFast,
-    "T5TokenizerFast": T5TokenizerFast,
-    "PreTrainedTokenizerFast": PreTrainedTokenizerFast,
-    "TokenizersBackend": PreTrainedTokenizerFast,  # as transformers 5 names it
+    "T5Tokenizer": "T5TokenizerFast",
+    "T5TokenizerFast": "T5TokenizerFast",
+    "PreTrainedTokenizerFast": "PreTrainedTokenizerFast",
+    "TokenizersBackend": "PreTrainedTokenizerFast",  # as transformers 5 names it
 }
+"""Classes in tokenizer_config.json, and transformers' that is loaded."""
 COMPONENTS = {
     "text_encoder": ("transformers", ["UMT5EncoderModel"]),
     "tokenizer": ("transformers", list(TOKENIZERS)),
@@ -133,14 +125,17 @@ def tokenizer_problems(where: str, folder: Path) -> list[str]:
     return problems
 
 
-def load_tokenizer(folder: Path) -> T5TokenizerFast | PreTrainedTokenizerFast:
+def load_tokenizer(folder: Path) -> "transformers.PreTrainedTokenizerFast":
     """Load the tokenizer in `folder` by its class in TOKENIZERS; a wrong one raises any exception."""
     file = folder / "tokenizer_config.json"
     name = read_json(file).get("tokenizer_class") if file.is_file() else None
-    return TOKENIZERS[name or "T5Tokenizer"].from_pretrained(folder, trust_remote_code=False)
+    kind = getattr(transformers, TOKENIZERS[name or "T5Tokenizer"])
+    return kind.from_pretrained(folder, trust_remote_code=False)
 
 
-def tokenize(tokenizer: PreTrainedTokenizerFast, prompt: str, *, padded: bool = False) -> BatchEncoding:
+def tokenize(
+    tokenizer: "transformers.PreTrainedTokenizerFast", prompt: str, *, padded: bool = False
+) -> "transformers.BatchEncoding":
     """Return ids and mask of a prompt, cut to what the transformer takes, as WanPipeline does.
 
     Args:
@@ -155,14 +150,14 @@ def known_config(file: Path) -> dict[str, Any]:
     config, part, name = read_json(file), file.parent.name, file.name
     kinds: dict[str, Any] = {"vae": AutoencoderKLWan, "scheduler": scheduler_class(config.get("_class_name"))}
     kinds |= dict.fromkeys(("transformer", "transformer_2"), WanTransformer3DModel)
-    libraries = {"image_encoder": CLIPVisionConfig, "image_processor": CLIPImageProcessor}
+    libraries = {"image_encoder": "CLIPVisionConfig", "image_processor": "CLIPImageProcessor"}
     known: Iterable[str] = config
     if name == "model_index.json":
         known = [*COMPONENTS, "scheduler", "boundary_ratio", "expand_timesteps", *VERSIONS]
     elif part == "text_encoder" and name == "config.json":
         known = text_encoder_keys()
     elif part in libraries:
-        known = {*libraries[part]().to_dict(), "architectures"} - {"_name_or_path"}
+        known = {*getattr(transformers, libraries[part])().to_dict(), "architectures"} - {"_name_or_path"}
     elif part == "tokenizer" and name in ("tokenizer_config.json", "special_tokens_map.json"):
         known = TOKENIZER_KEYS
     elif name in ("config.json", "scheduler_config.json") and (kind := kinds.get(part)):
@@ -173,7 +168,7 @@ def known_config(file: Path) -> dict[str, Any]:
 @cache
 def text_encoder_keys() -> set[str]:
     """Return the keys of UMT5, without the path of the machine that wrote the file."""
-    return {*UMT5Config().to_dict(), "torch_dtype"} - {"_name_or_path"}
+    return {*transformers.UMT5Config().to_dict(), "torch_dtype"} - {"_name_or_path"}
 
 
 def text_config(folder: Path) -> dict[str, Any]:
@@ -195,13 +190,16 @@ def vae_of(config: dict[str, Any]) -> AutoencoderKLWan:
     return AutoencoderKLWan.from_config(config).eval()
 
 
-def umt5_config(config: dict[str, Any]) -> UMT5Config:
-    return UMT5Config.from_dict({key: value for key, value in config.items() if key in text_encoder_keys()})
+def umt5_config(config: dict[str, Any]) -> "transformers.UMT5Config":
+    known = {key: value for key, value in config.items() if key in text_encoder_keys()}
+    return transformers.UMT5Config.from_dict(known)
 
 
-def text_encoder_of(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> UMT5EncoderModel:
+def text_encoder_of(
+    config: dict[str, Any], dtype: torch.dtype = torch.float32
+) -> "transformers.UMT5EncoderModel":
     """Make the text encoder that `config` describes, untrained, on the current default device."""
-    return UMT5EncoderModel._from_config(umt5_config(config), dtype=dtype).eval()
+    return transformers.UMT5EncoderModel._from_config(umt5_config(config), dtype=dtype).eval()
 
 
 def image_config(folder: Path) -> dict[str, Any]:
@@ -210,12 +208,13 @@ def image_config(folder: Path) -> dict[str, Any]:
     return read_json(file) if file.is_file() else VIT_H
 
 
-def image_encoder_of(config: dict[str, Any]) -> CLIPVisionModel:
+def image_encoder_of(config: dict[str, Any]) -> "transformers.CLIPVisionModel":
     """Make the image encoder that `config` describes, untrained, on the current default device."""
-    return CLIPVisionModel._from_config(CLIPVisionConfig.from_dict(config)).eval()
+    config = transformers.CLIPVisionConfig.from_dict(config)
+    return transformers.CLIPVisionModel._from_config(config).eval()
 
 
-def states(encoder: UMT5EncoderModel, token_BL: Tensor, mask_BL: Tensor) -> Tensor:
+def states(encoder: "transformers.UMT5EncoderModel", token_BL: Tensor, mask_BL: Tensor) -> Tensor:
     """Return text_BLD of token ids; `mask_BL` is 0 at padding."""
     return encoder(token_BL, mask_BL).last_hidden_state
 

@@ -115,7 +115,7 @@ class WanFolder(Folder):
         problems = [f"{self.name}: no .safetensors file in {part}/. {remedy}" for part in empty]
         for expert, config in self.configs.items():
             if expert.value not in empty:
-                problems += checks.weight_problems(self.path / expert.value, config.meta())
+                problems += checks.transformer_problems(self.path / expert.value, config)
         if not {"vae", "text_encoder"} & {*empty}:
             problems += checks.component_problems(self.path, image=bool(self.config.image_dim))
         if problems:

@@ -5,11 +5,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
+import transformers
 from PIL import Image
 from torch import Tensor
-from transformers import CLIPImageProcessor, CLIPVisionModel, UMT5EncoderModel
 
 from wandistiller.experts import Expert
 from wandistiller.network.folder import Folder
@@ -26,11 +26,11 @@ from wandistiller.wan.vae import FittingVae
 
 log = logging.getLogger("wandistiller")
 CPU = torch.device("cpu")
-Pipeline = WanPipeline | WanImageToVideoPipeline
-"""The stock pipelines of all Wans here."""
+Pipeline = "diffusers.WanPipeline | diffusers.WanImageToVideoPipeline"
+"""The stock pipelines of all Wans here; diffusers takes seconds to import them, at their first use."""
 
 
-def load_text_encoder(folder: Path, dtype: torch.dtype, **options: Any) -> UMT5EncoderModel:
+def load_text_encoder(folder: Path, dtype: torch.dtype, **options: Any) -> "transformers.UMT5EncoderModel":
     """Load the text encoder in `folder` from its safetensors, with further arguments of `from_pretrained`.
 
     Raises:
@@ -38,7 +38,7 @@ def load_text_encoder(folder: Path, dtype: torch.dtype, **options: Any) -> UMT5E
     """
     config = components.umt5_config(read_json(folder / "config.json"))
     options |= {"config": config, "use_safetensors": True, "trust_remote_code": False}
-    return sound(UMT5EncoderModel.from_pretrained(folder, dtype=dtype, **options), folder)
+    return sound(transformers.UMT5EncoderModel.from_pretrained(folder, dtype=dtype, **options), folder)
 
 
 def load_vae(folder: Path) -> FittingVae:
@@ -54,14 +54,14 @@ def load_vae(folder: Path) -> FittingVae:
     return vae
 
 
-def load_image_encoder(folder: Path) -> CLIPVisionModel:
+def load_image_encoder(folder: Path) -> "transformers.CLIPVisionModel":
     """Load the image encoder in `folder` from its safetensors, in float32.
 
     Raises:
         ConfigError: weights that cannot be right.
     """
     options = {"dtype": torch.float32, "use_safetensors": True}
-    return sound(CLIPVisionModel.from_pretrained(folder, **options), folder)
+    return sound(transformers.CLIPVisionModel.from_pretrained(folder, **options), folder)
 
 
 def load_pipeline(wan: Folder, dtype: torch.dtype) -> Pipeline:
@@ -74,7 +74,7 @@ def load_pipeline(wan: Folder, dtype: torch.dtype) -> Pipeline:
     config = read_json(folder / "scheduler" / "scheduler_config.json")
     options = {"dtype": dtype, "use_safetensors": True}
     experts = {
-        part: WanTransformer3DModel.from_pretrained(folder / part, **options).eval()
+        part: diffusers.WanTransformer3DModel.from_pretrained(folder / part, **options).eval()
         for part in ("transformer", "transformer_2")
         if not components.unused(index.get(part)) and Expert(part) in wan.configs
     }
@@ -85,8 +85,9 @@ def load_pipeline(wan: Folder, dtype: torch.dtype) -> Pipeline:
     image: dict[str, Any] = {}
     if wan.config.image_dim:
         image["image_encoder"] = load_image_encoder(folder / "image_encoder")
-        image["image_processor"] = CLIPImageProcessor.from_pretrained(folder / "image_processor")
-    return (WanImageToVideoPipeline if wan.config.takes_image else WanPipeline)(
+        image["image_processor"] = transformers.CLIPImageProcessor.from_pretrained(folder / "image_processor")
+    kind = diffusers.WanImageToVideoPipeline if wan.config.takes_image else diffusers.WanPipeline
+    return kind(
         tokenizer=components.load_tokenizer(folder / "tokenizer"),
         text_encoder=load_text_encoder(folder / "text_encoder", dtype),
         vae=load_vae(folder / "vae"),
@@ -170,7 +171,7 @@ class ImageEncoder:
     def __init__(self, folder: Path, device: torch.device):
         """Load them from a pipeline's folder."""
         self._where, self._device = folder / "image_encoder", device
-        self._processor = CLIPImageProcessor.from_pretrained(folder / "image_processor")
+        self._processor = transformers.CLIPImageProcessor.from_pretrained(folder / "image_processor")
         self._model = load_image_encoder(self._where).to(device)
 
     @torch.no_grad()

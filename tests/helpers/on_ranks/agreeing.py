@@ -50,6 +50,6 @@ def chosen_on_two(values: dict[str, Any], rank_1: str) -> tuple[list[str], list[
 
     with patch.object(resolve_auto, "choices", fewer):
         try:
-            return [], [stage.student_engine.where for stage in resolve_auto.resolved([job, job])]
+            return [], [stage.student_engine.where for stage in resolve_auto.decide_auto([job, job])]
         except ConfigError as error:
             return error.problems, []

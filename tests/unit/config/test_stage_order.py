@@ -199,7 +199,7 @@ def test_any_order_of_stages_with_a_key_in_one_alone_is_a_sound_run_or_a_message
 
 
 def test_the_command_of_the_page_makes_every_stage_of_four_steps_one_of_two(tmp_path: Path) -> None:
-    (command,) = re.findall(r"`(sed .*?)`", (ROOT / "docs" / "few_steps.md").read_text())
+    (command,) = re.findall(r"`(sed .*?)`", (ROOT / "docs" / "few_step_student.md").read_text())
     command, _, file = command.partition(" > ")
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
     (tmp_path / file).write_text(done.stdout)

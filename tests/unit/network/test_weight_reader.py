@@ -15,7 +15,7 @@ from torch import Tensor
 
 from wandistiller.network.weight_reader import CHUNK_BYTES, WeightReader
 from wandistiller.utils.files import read_json
-from wandistiller.wan.checks import weight_problems
+from wandistiller.wan.checks import transformer_problems
 from wandistiller.wan.transformer_config import TransformerConfig
 
 NAME = "diffusion_pytorch_model.safetensors"
@@ -86,7 +86,7 @@ def teacher(tmp_path: Path) -> Path:
 
 
 def problems(folder: Path) -> list[str]:
-    return weight_problems(folder, (TransformerConfig.of(read_json(folder / "config.json"))).meta())
+    return transformer_problems(folder, TransformerConfig.of(read_json(folder / "config.json")))
 
 
 def rewrite(folder: Path, change: Spoil) -> None:

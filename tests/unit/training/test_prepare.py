@@ -78,7 +78,8 @@ def encoders() -> set[int]:
 
 @pytest.mark.usefixtures("one_rank")
 def test_no_text_encoder_and_no_vae_is_left_when_all_is_prepared(tmp_path: Path, wan1: Path) -> None:
-    job, before = trainers.job_of(recipe(tmp_path, wan1, data_path=str(image_data(tmp_path)))), encoders()
+    given = recipe(tmp_path, wan1, data_path=str(image_data(tmp_path)), output_dir=str(tmp_path / "run"))
+    job, before = trainers.job_of(given), encoders()
     _ = trainers.parts_of(job)
     assert encoders() <= before
 

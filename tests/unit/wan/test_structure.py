@@ -3,9 +3,10 @@
 from small_wan import small_transformer
 from torch import nn
 
-from wandistiller.network.adapters import TARGETS
+from wandistiller.network.adapters import TARGETS, linear_layers
 from wandistiller.network.names import in_block, is_in_block, split_name
 from wandistiller.wan import structure
+from wandistiller.wan.transformer_config import TransformerConfig
 
 MODEL = small_transformer(0, 2, image_dim=24, added_kv_proj_dim=64)  # as Wan2.1 I2V: with all there is
 MODULES = dict(MODEL.named_modules())
@@ -15,6 +16,12 @@ def test_every_linear_map_of_the_network_has_its_axes() -> None:
     maps = {split_name(n)[1] for n, m in MODULES.items() if isinstance(m, nn.Linear | nn.Conv3d)}
     without = {"time_proj", "image_embedder.ff.net.0.proj"}  # six of a width; of the width of CLIP's states
     assert maps == structure.AXES.keys() | {f"condition_embedder.{name}" for name in without}
+
+
+def test_the_linear_layers_are_known_by_the_shapes_of_one_block() -> None:
+    config = TransformerConfig.of(MODEL.config)
+    assert config.linear_layers == linear_layers(MODEL)
+    assert config.shapes == {name: [*p.shape] for name, p in MODEL.named_parameters()}
 
 
 def test_every_other_name_is_in_the_network() -> None:

@@ -7,8 +7,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import diffusers
 import torch
-from diffusers import WanPipeline
 from torch import Tensor
 
 from wandistiller.experts import Expert
@@ -24,7 +24,7 @@ from wandistiller.export.output import (
 )
 from wandistiller.export.source import Source, WholeModel, arguments, clip, written
 from wandistiller.flow import EULER
-from wandistiller.network.adapters import LowRank, adapter_state, linear_layers
+from wandistiller.network.adapters import LowRank, adapter_state
 from wandistiller.network.folder import Folder
 from wandistiller.network.sampling import few_step_config
 from wandistiller.network.weight_reader import WeightReader
@@ -100,7 +100,8 @@ class LoraFormat(ExportFormat):
                 files = [Path(FILES[Expert(name)]) for name in experts]
                 for file, adapter in zip(files, adapters, strict=True):
                     config = {"transformer_lora_adapter_metadata": adapter.config}
-                    WanPipeline.save_lora_weights(folder, adapter.state, weight_name=file.name, **config)
+                    save = diffusers.WanPipeline.save_lora_weights
+                    save(folder, adapter.state, weight_name=file.name, **config)
             names = [file.name for file in files]
             if isinstance(source, WholeModel):
                 write_json(folder / FACTS, source.published.as_json())
@@ -131,7 +132,7 @@ class LoraFormat(ExportFormat):
 
     def _extracted(self, source: Source, name: str, changes: Iterable[tuple[str, Tensor]]) -> Adapter:
         """Return the largest directions of an expert's changes of weights, and print their share."""
-        layers = linear_layers(source.facts.config.meta())
+        layers = source.facts.config.linear_layers
         targets = [layer for layer in layers if self.targets is None or any_names(self.targets, layer)]
         if problems := unknown_parts("command line", "targets", self.targets or (), layers):
             raise ConfigError(*problems)
