@@ -13,6 +13,7 @@ from wandistiller.config.stages import read_jobs
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import count as number_of_gpus
 from wandistiller.distributed.device import emulates_bf16
+from wandistiller.planner.compiling import with_kernels
 from wandistiller.planner.disk import on_its_disk, swap_folder
 from wandistiller.planner.machine import Machine, this_machine
 from wandistiller.planner.resolve_auto import HELPS, choices, chosen, left_open, with_optimizer
@@ -92,7 +93,8 @@ def _of_run(
         choice = chosen(job, with_disk(job, True), here)
         job, lines = choice.job, [*choice.lines(machine), ""]
     job, of_optimizer = with_optimizer(job, with_disk(job, False))
-    lines += [*of_optimizer, ""] if of_optimizer else []
+    job, of_kernels = with_kernels(job, machine, here=here)
+    lines += [*of_optimizer, *of_kernels, ""] if of_optimizer or of_kernels else []
     text, short = report(job, with_disk(job, False), Times(job, machine, rates), here, price)
     room = with_disk(job, True)
     fits = [*choices(job, room, here=here, by_teacher=True)]

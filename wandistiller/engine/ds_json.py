@@ -31,6 +31,8 @@ class DeepSpeedJson:
     """True if `planner.resolve_auto` chooses the student's ZeRO stage and what is offloaded."""
     is_offload_open: bool = field(default=False, repr=False, compare=False)
     """True if it chooses between CPU memory and the accelerators for the optimizer alone."""
+    is_compile_open: bool = field(default=False, repr=False, compare=False)
+    """True if `planner.compiling` chooses whether blocks are compiled."""
 
     def section(self, name: str) -> dict[str, Any]:
         """Return a section by its dotted name; empty if there is none, or no object."""

@@ -1,0 +1,61 @@
+"""Decides whether blocks are compiled, where the student's JSON leaves that at "auto"."""
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+from wandistiller.config.job import Job
+from wandistiller.distributed import collectives
+from wandistiller.distributed.device import has_bf16_gpu
+from wandistiller.engine.compiler import has_compiler, has_headers
+from wandistiller.engine.ds_schema import BLOCK
+from wandistiller.planner.machine import Machine
+from wandistiller.planner.time import Times, usual_rates
+from wandistiller.teacher.teacher_json import with_keys
+
+LEAST_HOURS = 0.5
+"""Planned hours of steps that pay for compiling: it takes a minute or two, and saves about a fifth."""
+
+
+def with_kernels(job: Job, machine: Machine, *, here: bool) -> tuple[Job, list[str]]:
+    """Compile the blocks of all networks if nothing speaks against it; return lines on it too. Collective.
+
+    A teacher whose JSON leaves it open follows the student, so that both round alike. Where `machine` is not
+    the one `here`, any with GPUs is taken to have what compiles.
+    """
+    engine, teacher, lines, has_gpu = job.student_engine, job.teacher, [], machine.device_free is not None
+    is_compiled, policy = engine.kernels.compile, engine.recompute
+    if engine.is_compile_open:
+        why = obstacle(
+            bf16_gpu=has_bf16_gpu() if here else has_gpu,
+            triton=not here or find_spec("triton") is not None,
+            compiler=not here or has_compiler() and has_headers(),
+            stage=engine.stage,
+            recomputed=policy.checkpoint if policy else "blocks",
+            teacher=teacher.compiles() or not job.objective.needs_teacher,
+            hours=Times(job, machine, usual_rates(machine)).steps() / 3600 if has_gpu else 0.0,
+        )
+        why = next(filter(None, collectives.gather_objects(why)), "")
+        is_compiled = not why
+        lines = [f"chosen    eager blocks, as {why}" if why else "chosen    compiled blocks"]
+    if not is_compiled:
+        return job, lines
+    if teacher.engine.is_compile_open and teacher.compiles():
+        teacher = with_keys(teacher, compile=True)
+    engine = engine.replaced(**{BLOCK: engine.block | {"compile": True}})
+    return replace(job, student_engine=engine, teacher=teacher), lines
+
+
+def obstacle(
+    *, bf16_gpu: bool, triton: bool, compiler: bool, stage: int, recomputed: str, teacher: bool, hours: float
+) -> str:
+    """Return why blocks stay eager; empty: they are compiled. `teacher`: its blocks may be compiled too."""
+    obstacles = {
+        "there is no GPU that computes in bf16": not bf16_gpu,
+        "Triton is not installed": not triton,
+        "a C compiler or Python.h is missing (Debian, Ubuntu: apt install gcc python3-dev)": not compiler,
+        "ZeRO-3 fetches weights inside of the blocks": stage == 3,
+        "parts of blocks are recomputed": recomputed != "blocks",
+        "the teacher's JSON keeps its blocks eager, and both must round alike": not teacher,
+        f"about {60 * hours:.0f} minutes of steps do not pay for it": hours < LEAST_HOURS,
+    }
+    return next((why for why, is_so in obstacles.items() if is_so), "")
