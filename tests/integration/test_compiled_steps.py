@@ -14,7 +14,6 @@ from states import state
 from torch._dynamo.utils import counters
 from trainers import trainer_of
 
-from wandistiller.engine.compiler import FOLDER
 from wandistiller.experts import Expert
 from wandistiller.objectives.dmd2 import CRITIC
 from wandistiller.training.trainer import Trainer
@@ -80,7 +79,7 @@ def test_a_step_of_prompts_of_several_lengths_has_three_variants_of_a_block_and_
 ) -> None:
     """Without gradients, with gradients, and of the teacher, whose branches are one batch.
 
-    In float32 they are those of the package's own eager blocks, whose gradients in bf16 are rounded less often.
+    Bits are compared in float32: gradients of the package's own eager blocks are rounded less often in bf16.
     """
     base = {"weights": weights} if weights else {}
     eager = losses(trainer(folder, wan1, compiled=False, dtype=dtype, **base))
@@ -98,7 +97,7 @@ def test_a_compiled_critic_that_has_not_learned_is_the_compiled_teacher_in_bf16(
     folder: Path, wan1: Path, one_rank: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what a first process has compiled the next takes from the cache."""
-    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     x, text = keyed_normal((2, 16, 1, 4, 4), "x"), keyed_normal((2, 9, 32), "text")
     given = replace(state(x, torch.tensor([0.9, 0.3]), text), expert=Expert.HIGH_NOISE)
     for start in ("first", "again"):

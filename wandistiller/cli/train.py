@@ -15,7 +15,6 @@ from wandistiller.config.summary import precision_lines, summary
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import emulates_bf16, make_deterministic
 from wandistiller.distributed.shutdown import STOP, stopping
-from wandistiller.engine import compiler
 from wandistiller.export.output import check_ends
 from wandistiller.planner.disk import HELPS, Shortages, fetch_problems, log_disk_use, shortages
 from wandistiller.planner.resolve_auto import resolved
@@ -62,7 +61,7 @@ def run(command: str, flags: RunFlags, failures: Failures) -> None:
         locks = [lock(folder) for folder in folders]
     for folder in (output, stages[0].cache) if first else ():
         delete_leftovers(folder)
-    os.environ.setdefault(compiler.FOLDER, str(stages[0].cache / "compiled"))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(stages[0].cache / "compiled"))
     if of_all.deterministic:
         make_deterministic()
     stopping.install(output / STOP if first else None)

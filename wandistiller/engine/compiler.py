@@ -9,23 +9,17 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
+from wandistiller.distributed import collectives
 from wandistiller.utils.logging import log
 
 VARIANTS = 32
 """Most variants of a block: some for each size, which student and critic share. torch's own limit is 8."""
-FOLDER = "TORCHINDUCTOR_CACHE_DIR"
-"""Environment variable with the folder of compiled kernels (torch 2.13)."""
 
 
 def has_compiler() -> bool:
-    """Return whether there is a compiler where torch and Triton look for one."""
-    names = os.environ.get("CC"), os.environ.get("CXX"), "gcc", "clang", "g++"
-    return any(map(which, filter(None, names)))
-
-
-def has_headers() -> bool:
-    """Return whether there are Python's, which Triton's C code includes."""
-    return Path(sysconfig.get_paths()["include"], "Python.h").is_file()
+    """Return whether a compiler and Python's headers are where torch and Triton look for them."""
+    names = filter(None, (os.environ.get("CC"), os.environ.get("CXX"), "gcc", "clang", "g++"))
+    return any(map(which, names)) and Path(sysconfig.get_paths()["include"], "Python.h").is_file()
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,11 +39,10 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _in_words(record: logging.LogRecord) -> bool:
     """Log in one line that torch compiles no more variants, in place of its own warning; let others pass."""
-    if "hit config." not in record.msg:
-        return True
-    text = "compile   torch gives up after %s variants of a block: it computes further ones eagerly (%s)"
-    log.warning(text, record.args[1], str(record.args[3]).strip().partition("\n")[0])
-    return False
+    if gives_up := "hit config." in record.msg:
+        text = "compile   torch gives up after %s variants of a block: it computes further ones eagerly (%s)"
+        log.warning(text, record.args[1], str(record.args[3]).strip().partition("\n")[0])
+    return not gives_up
 
 
 def log_compiled(before: float) -> float:
@@ -59,6 +52,6 @@ def log_compiled(before: float) -> float:
     from torch._dynamo.utils import calculate_time_spent, counters
 
     if (seconds := calculate_time_spent()["total_wall_time"]) > before:
-        variants, folder = counters["stats"]["unique_graphs"], os.environ.get(FOLDER, "/tmp")
-        log.info("compile   %.0f s in all, %d variants of a block, kept in %s", seconds, variants, folder)
+        variants = counters["stats"]["unique_graphs"]
+        collectives.log0("compile   %.0f s in all, %d variants of a block", seconds, variants)
     return seconds

@@ -119,10 +119,8 @@ def _kernel_problems(engine: EngineConfig) -> list[str]:
     """List what this machine lacks for the kernels."""
     attention, key = engine.kernels.attention, f"{BLOCK}.attention"
     if engine.kernels.compile and not has_compiler():
-        remedy = (
-            "It needs a C and C++ compiler (Debian, Ubuntu: apt install g++). Install it, or write false."
-        )
-        return [engine.problem(f"{BLOCK}.compile", True, remedy)]
+        remedy = "It needs a C and C++ compiler, and Python.h (Debian, Ubuntu: apt install g++ python3-dev)."
+        return [engine.problem(f"{BLOCK}.compile", True, f"{remedy} Install them, or write false.")]
     if attention == "native":
         return []
     if device.kind() != "cuda":

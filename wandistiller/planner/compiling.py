@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from wandistiller.config.job import Job
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import has_bf16_gpu
-from wandistiller.engine.compiler import has_compiler, has_headers
+from wandistiller.engine.compiler import has_compiler
 from wandistiller.engine.ds_schema import BLOCK
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.time import Times, usual_rates
@@ -22,13 +22,13 @@ def with_kernels(job: Job, machine: Machine, *, here: bool) -> tuple[Job, list[s
     A teacher whose JSON leaves it open follows the student, so that both round alike. Where `machine` is not
     the one `here`, any with GPUs is taken to have what compiles.
     """
-    engine, teacher, lines, has_gpu = job.student_engine, job.teacher, [], machine.device_free is not None
-    is_compiled, policy = engine.kernels.compile, engine.recompute
+    engine, teacher, has_gpu = job.student_engine, job.teacher, machine.device_free is not None
+    is_compiled, policy, lines = engine.kernels.compile, engine.recompute, []
     if engine.is_compile_open:
         why = obstacle(
             bf16_gpu=has_bf16_gpu() if here else has_gpu,
             triton=not here or find_spec("triton") is not None,
-            compiler=not here or has_compiler() and has_headers(),
+            compiler=not here or has_compiler(),
             stage=engine.stage,
             recomputed=policy.checkpoint if policy else "blocks",
             teacher=teacher.compiles() or not job.objective.needs_teacher,
@@ -52,7 +52,7 @@ def obstacle(
     obstacles = {
         "there is no GPU that computes in bf16": not bf16_gpu,
         "Triton is not installed": not triton,
-        "a C compiler or Python.h is missing (Debian, Ubuntu: apt install gcc python3-dev)": not compiler,
+        "a C compiler or Python.h is missing (Debian, Ubuntu: apt install g++ python3-dev)": not compiler,
         "ZeRO-3 fetches weights inside of the blocks": stage == 3,
         "parts of blocks are recomputed": recomputed != "blocks",
         "the teacher's JSON keeps its blocks eager, and both must round alike": not teacher,

@@ -94,8 +94,7 @@ class Trainer:
         self._memory_profile = MemoryProfile(job)
         self.saves = Interval(job.run.save_minutes, SAVING)
         self.draws = Interval(job.run.sample_minutes, DRAWING)
-        self._compiled = 0.0
-        """Seconds of compiling that are logged."""
+        self._seconds_of_compiling = 0.0
         self._warmed_up = 0
         """Updates that are done of those before the first step."""
         self._draw_after = 0
@@ -195,7 +194,7 @@ class Trainer:
         """
         following = None if self._draws(step + 1) else number + len(self.updates)
         micro_steps = update.micro_steps(number, self.samples, following)
-        self._compiled = log_compiled(self._compiled)
+        self._seconds_of_compiling = log_compiled(self._seconds_of_compiling)
         set_activity(f"finishing step {step + 1}")
         over, objective = Over(self.saves.over(), self.draws.over()), self.job.objective
         results = {

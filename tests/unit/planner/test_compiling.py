@@ -33,7 +33,7 @@ def test_nothing_speaks_against_compiled_blocks_of_a_long_run_on_a_gpu_with_trit
     [
         ({"bf16_gpu": False}, "no GPU"),
         ({"triton": False}, "Triton is not installed"),
-        ({"compiler": False}, "apt install gcc python3-dev"),
+        ({"compiler": False}, "apt install g++ python3-dev"),
         ({"stage": 3}, "ZeRO-3 fetches weights"),
         ({"recomputed": "attention"}, "parts of blocks are recomputed"),
         ({"teacher": False}, "the teacher's JSON"),
