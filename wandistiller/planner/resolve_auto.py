@@ -104,12 +104,12 @@ class Choice(NamedTuple):
         j, student = self.job, f"ds_configs/student/{self.student}.json"
         teacher = f"ds_configs/teacher/{self.teacher}.json"
         batch = {TOTAL: j.batch.total, MICRO: j.batch.micro}
-        content = j.student_engine.without(*BATCH_KEYS).replaced(**batch).raw
+        content = j.student_engine.without(*BATCH_KEYS).replaced(**batch).as_written
         is_shipped = student_engine(shipped_json(student), j.batch.ranks) == j.student_engine
         placement = read_placement(shipped_json(teacher), j.batch.ranks * j.run.context_parallel)
         return {
             "deepspeed_config": student if is_shipped else content,
-            "teacher_deepspeed_config": teacher if placement == j.teacher else j.teacher.engine.raw,
+            "teacher_deepspeed_config": teacher if placement == j.teacher else j.teacher.engine.as_written,
         }
 
     def __str__(self) -> str:

@@ -13,6 +13,7 @@ from wandistiller.config.job import Job
 from wandistiller.objectives.dmd2 import CRITIC
 from wandistiller.planner.compiling import obstacle, with_kernels
 from wandistiller.planner.machine import Machine
+from wandistiller.planner.resolve_auto import Choice
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB
 
@@ -89,6 +90,12 @@ def test_a_teacher_that_leaves_it_open_follows_what_the_student_s_json_says(publ
     for fixed in (True, False):
         decided, lines = with_kernels(run(published, compile=fixed), CPU, here=True)
         assert choices(decided) == [fixed] * 3 and lines == []
+
+
+def test_a_recommended_recipe_leaves_it_open(published: Path) -> None:
+    settings = Choice("zero2_offload", "streamed", run(published), []).settings
+    assert settings["deepspeed_config"]["wandistiller"] == {"compile": "auto"}
+    assert settings["teacher_deepspeed_config"] == "ds_configs/teacher/streamed.json"
 
 
 def test_elsewhere_than_in_training_auto_is_eager() -> None:
