@@ -105,8 +105,8 @@ def test_a_compiled_critic_that_has_not_learned_is_the_compiled_teacher_in_bf16(
         with torch.no_grad():
             critic = made.learners[CRITIC].velocity(given)
         assert torch.equal(critic, made.teacher.inner.velocity(given)) and critic.abs().max() > 0
-        hits, misses = (counters["inductor"][f"fxgraph_cache_{name}"] for name in ("hit", "miss"))
-        assert (hits, misses) == ((0, 2) if start == "first" else (2, 0))
+        assert counters["stats"]["unique_graphs"] == 2
+        assert counters["inductor"]["fxgraph_cache_miss"] == (2 if start == "first" else 0)
         torch.compiler.reset()
         counters.clear()
     assert any(os.scandir(tmp_path))

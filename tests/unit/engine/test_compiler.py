@@ -13,7 +13,8 @@ from wandistiller.engine.compiler import compiled, log_compiled
 @pytest.fixture
 def eager_backend() -> Iterator[None]:
     torch.compiler.reset()
-    with torch.compiler.set_stance(force_backend="eager"):
+    limit = torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit)
+    with limit, torch.compiler.set_stance(force_backend="eager"):
         yield
     torch.compiler.reset()
 
