@@ -2,10 +2,14 @@
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+from torch._inductor.graph import GraphLowering
+from torch._inductor.scheduler import FusedSchedulerNode, SchedulerNode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -49,6 +53,30 @@ def _nbytes(t: Any) -> int:
         return 0
     sizes = zip(t.shape, t.stride(), strict=True)
     return t.element_size() * math.prod(size for size, stride in sizes if stride)
+
+
+class FusedTraffic:
+    """Kernels that inductor fuses, and their bytes, without those of matrix products and attention.
+
+    It fuses for the CPU and compiles no C++: the graphs are called, but their outputs have no values.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.kernels = self.total = 0
+        monkeypatch.setattr(GraphLowering, "compile_to_module", lambda graph: self._count(graph))
+        monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+
+    def _count(self, graph: GraphLowering) -> SimpleNamespace:
+        graph.codegen()
+        fused = [n for n in graph.scheduler.nodes if isinstance(n, SchedulerNode | FusedSchedulerNode)]
+        self.kernels += len(fused)
+        self.total += sum(node.get_read_write_buffers_sizes() for node in fused)
+        return SimpleNamespace(call=lambda _: [*map(_empty, graph.graph_outputs)])
+
+
+def _empty(out: Any) -> Tensor:
+    size, stride = ([int(n) for n in numbers] for numbers in (out.get_size(), out.get_stride()))
+    return torch.empty_strided(size, stride, dtype=out.get_dtype())
 
 
 class CudaKernels(TorchFunctionMode):

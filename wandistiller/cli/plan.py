@@ -13,6 +13,7 @@ from wandistiller.config.stages import read_jobs
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import count as number_of_gpus
 from wandistiller.distributed.device import emulates_bf16
+from wandistiller.planner.compiling import with_kernels
 from wandistiller.planner.disk import on_its_disk, swap_folder
 from wandistiller.planner.machine import Machine, this_machine
 from wandistiller.planner.resolve_auto import HELPS, choices, chosen, left_open, with_optimizer
@@ -92,10 +93,11 @@ def _of_run(
         choice = chosen(job, with_disk(job, True), here)
         job, lines = choice.job, [*choice.lines(machine), ""]
     job, of_optimizer = with_optimizer(job, with_disk(job, False))
-    lines += [*of_optimizer, ""] if of_optimizer else []
+    undecided, (job, of_kernels) = job, with_kernels(job, machine, here=here)
+    lines += [*of_optimizer, *of_kernels, ""] if of_optimizer or of_kernels else []
     text, short = report(job, with_disk(job, False), Times(job, machine, rates), here, price)
     room = with_disk(job, True)
-    fits = [*choices(job, room, here=here, by_teacher=True)]
+    fits = [*choices(undecided, room, here=here, by_teacher=True)]  # stage 3 too
     lines += [*text, "", "shipped JSONs that fit, the simplest first:" if fits else "no shipped JSONs fit"]
     for choice in fits:
         changes = choice.job.teacher.weights not in (None, job.teacher.weights)

@@ -1,6 +1,7 @@
 """`wandistiller prepare` and `train`: check everything on every rank, agree, then start."""
 
 import logging
+import os
 
 from wandistiller.cli.failures import Failures
 from wandistiller.cli.flags import RunFlags
@@ -60,6 +61,7 @@ def run(command: str, flags: RunFlags, failures: Failures) -> None:
         locks = [lock(folder) for folder in folders]
     for folder in (output, stages[0].cache) if first else ():
         delete_leftovers(folder)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(stages[0].cache / "compiled"))
     if of_all.deterministic:
         make_deterministic()
     stopping.install(output / STOP if first else None)

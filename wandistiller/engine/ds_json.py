@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch
 
+from wandistiller.engine.ds_schema import BLOCK
 from wandistiller.utils.errors import problem
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -31,6 +32,8 @@ class DeepSpeedJson:
     """True if `planner.resolve_auto` chooses the student's ZeRO stage and what is offloaded."""
     is_offload_open: bool = field(default=False, repr=False, compare=False)
     """True if it chooses between CPU memory and the accelerators for the optimizer alone."""
+    is_compile_open: bool = field(default=False, repr=False, compare=False)
+    """True if `planner.compiling` chooses whether blocks are compiled."""
 
     def section(self, name: str) -> dict[str, Any]:
         """Return a section by its dotted name; empty if there is none, or no object."""
@@ -38,6 +41,11 @@ class DeepSpeedJson:
         for part in filter(None, name.split(".")):
             section = section[part] if isinstance(section.get(part), dict) else {}
         return section
+
+    @property
+    def as_written(self) -> dict[str, Any]:
+        """The JSON that leaves the choice of compiled blocks open, if it did."""
+        return self.raw | ({BLOCK: self.section(BLOCK) | {"compile": "auto"}} if self.is_compile_open else {})
 
     def problem(self, key: str, value: object, remedy: str) -> str:
         return problem(self.where, key, value, remedy)

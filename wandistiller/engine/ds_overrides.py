@@ -67,7 +67,8 @@ def fill_auto(json: J, max_steps: int) -> J:
     """Fill "auto" as transformers' Trainer does by default, or leave it out.
 
     The precision is bf16, as in the shipped JSONs. Without an optimizer a schedule's rate is AdamW's. An
-    optimizer whose place is "auto" is in CPU memory unless `planner.resolve_auto` has room for it.
+    optimizer whose place is "auto" is in CPU memory unless `planner.resolve_auto` has room for it, and blocks
+    are eager unless `planner.compiling` makes them compiled.
     Source: transformers 5.23, integrations/deepspeed.py, HfTrainerDeepSpeedConfig, and TrainingArguments.
 
     Args:
@@ -91,7 +92,10 @@ def fill_auto(json: J, max_steps: int) -> J:
     block, offload = {key: ds[key] for key in (BLOCK,) if key in ds}, json.section(OFFLOAD)
     if is_offload_open := offload.get("device") == "auto":
         offload["device"] = "cpu"
-    return replace(json, raw=_without_auto(ds, filled) | block, is_offload_open=is_offload_open)
+    if is_compile_open := json.section(BLOCK).get("compile") == "auto":
+        ds[BLOCK]["compile"] = False
+    opened = {"is_offload_open": is_offload_open, "is_compile_open": is_compile_open}
+    return replace(json, raw=_without_auto(ds, filled) | block, **opened)
 
 
 def _without_auto(section: dict[str, Any], filled: dict[str, Any]) -> dict[str, Any]:

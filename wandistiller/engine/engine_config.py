@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from wandistiller.engine.batch_size import BatchSize
 from wandistiller.engine.ds_json import DeepSpeedJson
 from wandistiller.engine.ds_schema import BATCH_KEYS, BLOCK
-from wandistiller.utils.validation import Count
+from wandistiller.utils.validation import Count, write
 
 T = TypeVar("T")
 RECOMPUTED = "activation_checkpointing"
@@ -22,8 +22,9 @@ class Kernels:
 
     attention: Literal["native", "_native_cudnn", "flash", "_flash_3", "sage"] = "native"
     """Attention among the patches, by diffusers' names: torch's own choice, or one kernel for it."""
-    compile: bool = False
-    """Compile each block by torch.compile: minutes at the start, and fewer, larger kernels."""
+    compile: Annotated[bool | Literal["auto"], write('true, false, or "auto"')] = False
+    """Compile each block by torch.compile: minutes at the start, and fewer, larger kernels. "auto" is false
+    unless `planner.compiling` makes it true."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

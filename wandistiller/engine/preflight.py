@@ -1,10 +1,8 @@
 """Problems of a DeepSpeed JSON on this machine that can be known before an engine is built."""
 
 import copy
-import os
 from importlib.util import find_spec
 from pathlib import Path
-from shutil import which
 
 import torch
 from deepspeed import DeepSpeedConfig
@@ -15,6 +13,7 @@ from pydantic import ValidationError
 
 from wandistiller.distributed import device
 from wandistiller.distributed.device import on_accelerator, supports_fp16
+from wandistiller.engine.compiler import has_compiler
 from wandistiller.engine.ds_schema import BATCH_KEYS, BLOCK
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.extensions import lacks_nvcc, needs_nvcc
@@ -119,12 +118,9 @@ def _toolkit_problems(engine: EngineConfig) -> list[str]:
 def _kernel_problems(engine: EngineConfig) -> list[str]:
     """List what this machine lacks for the kernels."""
     attention, key = engine.kernels.attention, f"{BLOCK}.attention"
-    compilers = filter(None, (os.environ.get("CC"), os.environ.get("CXX"), "gcc", "clang", "g++"))
-    if engine.kernels.compile and not any(map(which, compilers)):
-        remedy = (
-            "It needs a C and C++ compiler (Debian, Ubuntu: apt install g++). Install it, or write false."
-        )
-        return [engine.problem(f"{BLOCK}.compile", True, remedy)]
+    if engine.kernels.compile and not has_compiler():
+        remedy = "It needs a C and C++ compiler, and Python.h (Debian, Ubuntu: apt install g++ python3-dev)."
+        return [engine.problem(f"{BLOCK}.compile", True, f"{remedy} Install them, or write false.")]
     if attention == "native":
         return []
     if device.kind() != "cuda":

@@ -20,6 +20,7 @@ from wandistiller.engine.ds_schema import BATCH_KEYS
 from wandistiller.engine.engine_config import RECOMPUTED
 from wandistiller.engine.preflight import config_problems
 from wandistiller.engine.zero_memory import Bytes, Topology
+from wandistiller.planner.compiling import with_kernels
 from wandistiller.planner.disk import on_its_disk, swap_folder
 from wandistiller.planner.machine import Demand, Machine, demands, moments, this_machine
 from wandistiller.planner.peak_memory import plan
@@ -103,12 +104,12 @@ class Choice(NamedTuple):
         j, student = self.job, f"ds_configs/student/{self.student}.json"
         teacher = f"ds_configs/teacher/{self.teacher}.json"
         batch = {TOTAL: j.batch.total, MICRO: j.batch.micro}
-        content = j.student_engine.without(*BATCH_KEYS).replaced(**batch).raw
+        content = j.student_engine.without(*BATCH_KEYS).replaced(**batch).as_written
         is_shipped = student_engine(shipped_json(student), j.batch.ranks) == j.student_engine
         placement = read_placement(shipped_json(teacher), j.batch.ranks * j.run.context_parallel)
         return {
             "deepspeed_config": student if is_shipped else content,
-            "teacher_deepspeed_config": teacher if placement == j.teacher else j.teacher.engine.raw,
+            "teacher_deepspeed_config": teacher if placement == j.teacher else j.teacher.engine.as_written,
         }
 
     def __str__(self) -> str:
@@ -306,8 +307,8 @@ def resolve_auto(job: Job) -> Job:
     Raises:
         ConfigError: on all ranks; nothing fits, or their nodes can build different JSONs.
     """
-    is_chosen, lines = any(left_open(job)), []
-    if not (is_chosen or job.student_engine.is_offload_open):
+    engine, is_chosen, lines = job.student_engine, any(left_open(job)), []
+    if not (is_chosen or engine.is_offload_open or engine.is_compile_open or engine.kernels.compile):
         return job
     swap = swap_folder(job, shipped=is_chosen)
     machine = on_its_disk(this_machine(swap), job, swap)
@@ -315,7 +316,8 @@ def resolve_auto(job: Job) -> Job:
         best = _chosen_by_all(job, machine)
         job, lines = best.job, best.lines(machine)
     job, of_optimizer = with_optimizer(job, machine)
-    for line in [*lines, *of_optimizer]:
+    job, of_kernels = with_kernels(job, machine, here=True)
+    for line in [*lines, *of_optimizer, *of_kernels]:
         collectives.log0("%s", line)
     return job
 

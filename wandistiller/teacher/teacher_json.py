@@ -77,7 +77,7 @@ def read_placement(json: DeepSpeedJson, world: int = 1) -> Placement:
         text = "is not used: a teacher computes in the precision of its weights, `bf16` or `fp16`"
         lines += (f"`torch_autocast` in {json.where} {text}",)
     complete(ds)
-    return placed_by(EngineConfig(json.where, ds, lines))
+    return placed_by(EngineConfig(json.where, ds, lines, is_compile_open=json.is_compile_open))
 
 
 def _block_problems(json: DeepSpeedJson, world: int) -> list[str]:

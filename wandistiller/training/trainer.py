@@ -21,6 +21,7 @@ from wandistiller.data.conditions import Conditions
 from wandistiller.distributed import collectives
 from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.shutdown import Stopped
+from wandistiller.engine.compiler import log_compiled
 from wandistiller.monitoring import memory_usage
 from wandistiller.monitoring.memory_usage import MemoryProfile, within
 from wandistiller.student.learner import Learner
@@ -93,6 +94,7 @@ class Trainer:
         self._memory_profile = MemoryProfile(job)
         self.saves = Interval(job.run.save_minutes, SAVING)
         self.draws = Interval(job.run.sample_minutes, DRAWING)
+        self._seconds_of_compiling = 0.0
         self._warmed_up = 0
         """Updates that are done of those before the first step."""
         self._draw_after = 0
@@ -192,6 +194,7 @@ class Trainer:
         """
         following = None if self._draws(step + 1) else number + len(self.updates)
         micro_steps = update.micro_steps(number, self.samples, following)
+        self._seconds_of_compiling = log_compiled(self._seconds_of_compiling)
         set_activity(f"finishing step {step + 1}")
         over, objective = Over(self.saves.over(), self.draws.over()), self.job.objective
         results = {

@@ -5,7 +5,10 @@ place of 285, backward 281 in place of 369 (tests/unit/wan/test_kernels.py). tor
 own blocks, but no products of complex numbers.
 """
 
+from collections.abc import Callable
+from functools import partial
 from types import MethodType
+from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
@@ -15,6 +18,7 @@ from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnP
 from torch import Tensor
 
 from wandistiller.distributed.sequence_parallel import ALONE, Sharing
+from wandistiller.engine.compiler import compiled
 from wandistiller.engine.engine_config import Kernels
 
 Rope = tuple[Tensor, Tensor]
@@ -31,7 +35,7 @@ def use_kernels(model: WanTransformer3DModel, kernels: Kernels) -> None:
     """
     for block in model.blocks:
         if kernels.compile:  # without the hooks around it, which fetch weights
-            block.forward = torch.compile(block.forward)
+            block.forward = partial(_with_any_rows, compiled(block.forward))
         else:
             if hasattr(block, ACCELERATE_S):
                 setattr(block, ACCELERATE_S, MethodType(WanTransformerBlock.forward, block))
@@ -42,6 +46,17 @@ def use_kernels(model: WanTransformer3DModel, kernels: Kernels) -> None:
             block.attn1.processor.rotated = rotated
         if kernels.attention != "native":
             block.attn1.processor._attention_backend = AttentionBackendName(kernels.attention)
+
+
+def _with_any_rows(
+    forward: Callable[..., Tensor], x_BSD: Tensor, text: Tensor | tuple[Tensor, Tensor], *others: Any
+) -> Tensor:
+    """Call a compiled block, whose text without padding has another number of rows in each batch."""
+    if isinstance(text, tuple):
+        text_BLD, bias_B11L = text
+        torch._dynamo.mark_dynamic(text_BLD, 1)
+        torch._dynamo.mark_dynamic(bias_B11L, 3)
+    return forward(x_BSD, text, *others)
 
 
 class WanTransformerBlock(transformer_wan.WanTransformerBlock):

@@ -10,8 +10,9 @@ from networks import network_of
 from published_wan import LARGE
 from shipped import placement
 from small_wan import small_transformer
-from traffic import CudaKernels, Traffic
+from traffic import CudaKernels, FusedTraffic, Traffic
 
+from wandistiller.engine.compiler import compiled
 from wandistiller.engine.engine_config import Kernels
 from wandistiller.network.network import Computing, Network, Trained
 from wandistiller.planner.time import EAGER
@@ -63,6 +64,33 @@ def test_an_eager_block_has_fewer_kernels_and_bytes_than_that_of_diffusers() -> 
     assert [nbytes for nbytes, _ in lean] == pytest.approx([*EAGER], abs=0.6)
 
 
+@pytest.mark.slow  # a minute
+def test_a_compiled_block_moves_at_most_105_and_140_bytes_for_each_number_of_its_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without gradients, forward, backward, as inductor fuses for a CPU; for GPUs it was not counted."""
+    config = TransformerConfig.usual(**LARGE).replaced(num_layers=1)
+    network = Network.made(config).prepare(Trained(lora={"rank": 64}))
+    for name, p in network.module.to_empty(device="cpu").named_parameters():
+        p.data = torch.empty(p.shape, dtype=config.dtype_of(name, torch.bfloat16))
+    shapes = (4, 1560, config.width), (4, 39, config.width), (4, 6, config.width)
+    x_BSD, text_BLD, time_B6D = (torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)
+    rope = torch.empty(1, 1560, 1, 128), torch.empty(1, 1560, 1, 128)
+    block, found = compiled(network.blocks[0].forward), []
+    torch.compiler.reset()
+    for has_gradients in (False, True):
+        traffic = FusedTraffic(monkeypatch)
+        with torch.set_grad_enabled(has_gradients):
+            out_BSD = block(x_BSD.requires_grad_(has_gradients), text_BLD, time_B6D, rope)
+        found.append(traffic.total / x_BSD.numel())
+    traffic = FusedTraffic(monkeypatch)
+    out_BSD.backward(torch.empty_like(out_BSD))
+    without, forward, backward = *found, traffic.total / x_BSD.numel()
+    torch.compiler.reset()
+    print(without, forward, backward)
+    assert 0 < without <= 105 and 0 < forward <= 105 and 0 < backward <= 140
+
+
 @pytest.mark.parametrize("of_each_patch", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_eager_network_has_the_bits_of_diffusers(dtype: torch.dtype, of_each_patch: bool) -> None:
@@ -94,8 +122,8 @@ def test_an_eager_network_has_the_bits_of_diffusers(dtype: torch.dtype, of_each_
 @pytest.mark.parametrize("name", ["streamed", "zero_inference_cpu", "replicated"])
 def test_a_compiled_teacher_predicts_what_it_predicts_eagerly(name: str, wan1: Path) -> None:
     folder, found = open_wan(str(wan1)), []
-    for compiled in (False, True):
-        placed = placement(name, "float32", compile=compiled)
+    for is_compiled in (False, True):
+        placed = placement(name, "float32", compile=is_compiled)
         teacher = build_teacher(folder, placed, merges_padding=True)
         batch = batch_for(loaded(wan1 / "transformer"))
         found.append([p.v_BCFHW for p in teacher.predict_all([batch, batch], (1,))])
@@ -108,9 +136,9 @@ def test_a_compiled_teacher_predicts_what_it_predicts_eagerly(name: str, wan1: P
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_a_compiled_student_learns_what_it_learns_eagerly(wan1: Path, recomputed: bool) -> None:
     found = []
-    for compiled in (False, True):
+    for is_compiled in (False, True):
         section = {"activation_checkpointing": {"partition_activations": False}} if recomputed else {}
-        block = {"wandistiller": {"compile": compiled}}
+        block = {"wandistiller": {"compile": is_compiled}}
         config = engine(zero_optimization={"stage": 2}, **section, **block)
         learner = learner_of(small_transformer(3, 2), config)
         batch, losses = batch_for(loaded(wan1 / "transformer")), []

@@ -69,6 +69,11 @@ class Placement(Kernels, ABC):
         """Return whether it can have `weights`, with the JSON around it."""
         return True
 
+    def compiles(self) -> bool:
+        """Return whether its blocks are compiled, or may be where its JSON leaves that open."""
+        cannot = self.on_cpu or self.on_one_rank or self.reads_at_calls or self.engine.stage == 3
+        return self.compile or self.engine.is_compile_open and not cannot
+
     def can_be_shared(self) -> bool:
         """Return whether each rank has it where its student is, which may then have the same weights."""
         return False

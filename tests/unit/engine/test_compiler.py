@@ -1,0 +1,49 @@
+"""torch.compile: its message where it gives up, its log, and its rounding."""
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from wandistiller.engine import compiler
+from wandistiller.engine.compiler import compiled, log_compiled
+
+
+@pytest.fixture
+def eager_backend() -> Iterator[None]:
+    torch.compiler.reset()
+    limit = torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit)
+    with limit, torch.compiler.set_stance(force_backend="eager"):
+        yield
+    torch.compiler.reset()
+
+
+def test_where_torch_gives_up_one_line_says_so(
+    eager_backend: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiler, "VARIANTS", 2)
+    double = compiled(lambda x: 2 * x)
+    with caplog.at_level(logging.WARNING):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int32):
+            assert torch.equal(double(torch.ones(3, dtype=dtype)), torch.full((3,), 2, dtype=dtype))
+    (line,) = caplog.messages
+    assert line.startswith(
+        "compile   torch gives up after 2 variants of a block: it computes further ones eag"
+    )
+
+
+def test_what_was_compiled_is_logged_once(eager_backend: None, caplog: pytest.LogCaptureFixture) -> None:
+    before = log_compiled(0.0)
+    compiled(lambda x: 3 * x)(torch.ones(3))
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "wandistiller"):
+        after = log_compiled(before)
+        assert log_compiled(after) == after > before
+    (line,) = caplog.messages
+    assert line.startswith("compile   ") and "variants of a block" in line
+
+
+def test_casts_are_emulated_as_eager_code_rounds() -> None:
+    compiled(lambda x: x)
+    assert torch._inductor.config.emulate_precision_casts
