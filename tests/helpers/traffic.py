@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._inductor.graph import GraphLowering
+from torch._inductor.ir import NoneAsConstantBuffer
 from torch._inductor.scheduler import FusedSchedulerNode, SchedulerNode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -74,7 +75,9 @@ class FusedTraffic:
         return SimpleNamespace(call=lambda _: [*map(_empty, graph.graph_outputs)])
 
 
-def _empty(out: Any) -> Tensor:
+def _empty(out: Any) -> Tensor | None:
+    if isinstance(out, NoneAsConstantBuffer):  # of an input that needs no gradient
+        return None
     size, stride = ([int(n) for n in numbers] for numbers in (out.get_size(), out.get_stride()))
     return torch.empty_strided(size, stride, dtype=out.get_dtype())
 
