@@ -156,7 +156,7 @@ def test_scores_on_a_small_gpu_are_those_of_a_cpu_bitwise_and_blocks_come_one_by
     assert errors[1] == errors[0]
     pictures = [(tmp_path / name / "evaluation.png").read_bytes() for name in (CPU, GPU)]
     assert pictures[0] == pictures[1] and little.reports() == ""
-    assert 1024 * found[1]["teacher"]["peak_memory_gib"]["gpu"] < 0.5 * WEIGHTS
+    assert 1024 * found[1]["teacher"]["peak_memory_gib"]["gpu"] < 0.6 * WEIGHTS
 
 
 def test_a_lora_of_a_14b_s_blocks_is_drawn_on_a_gpu_that_has_no_room_for_them(tmp_path: Path) -> None:

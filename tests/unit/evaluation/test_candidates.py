@@ -67,6 +67,7 @@ def test_two_styles_are_added_to_both_experts(wan2: Path, tmp_path: Path) -> Non
     torch.testing.assert_close(found, [wanted, wanted])
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(("base", "strange"), [("transformer", False), ("transformer_2", True)])
 def test_the_file_of_a_run_of_one_network_is_drawn_as_that_network_alone(
     base: str, strange: bool, wan2: Path, tmp_path: Path

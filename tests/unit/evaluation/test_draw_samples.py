@@ -15,6 +15,7 @@ from wandistiller.utils.files import write_json
 SIZE = {"height": 16, "width": 16}
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_pictures_of_an_earlier_longer_call_go_and_other_files_stay(wan1: Path, tmp_path: Path) -> None:
     (tmp_path / "0007.png").write_text("someone's own")
     for prompts in ("abc", "d"):

@@ -28,13 +28,11 @@ def test_a_teacher_draws_at_the_shift_of_the_student_s_run(
     file = student / "scheduler" / "scheduler_config.json"
     write_json(file, read_json(file) | {"flow_shift": 9.0})
     write_json(student / "wandistiller.json", {"teacher_path": str(wan2), "shift": 9.0})
-    placed = write_json(tmp_path / "placed.json", {"zero_optimization": {"stage": 0}})
     words = ["evaluate", "--student", student, "--output", tmp_path, "--prompts", "a red circle", "a square"]
     words += ["--height", "32", "--width", "32", "--steps", "2", "--guidance_scale", "1", "--quick"]
-    for more in ([], ["--teacher_deepspeed_config", placed]):
-        result = evaluate(read_evaluation(read([*map(str, [*words, *more])])[1], 1))
-        assert result["frechet"]["latent"]["same_seeds"]["value"] < 1e-7
-        assert result["shift"] == result["teacher_shift"] == 9 != open_wan(str(wan2)).shift
+    result = evaluate(read_evaluation(read([*map(str, words)])[1], 1))
+    assert result["frechet"]["latent"]["same_seeds"]["value"] < 1e-7
+    assert result["shift"] == result["teacher_shift"] == 9 != open_wan(str(wan2)).shift
     text = (tmp_path / "evaluation.md").read_text(encoding="utf-8")
     assert re.search(r"timestep shift +\| 9 +\| 9 ", text)
 

@@ -31,7 +31,7 @@ FACTS: dict[str, Any] = {
     "boundary": OWN.boundary,
 }
 GUIDED = Sampling(
-    height=64, width=64, steps=4, guidance_scale=2.0, guidance_scale_2=1.5, negative_prompt="a square"
+    height=32, width=32, steps=2, guidance_scale=2.0, guidance_scale_2=1.5, negative_prompt="a square"
 )
 
 
@@ -70,10 +70,8 @@ def test_a_student_of_few_steps_takes_the_noise_of_its_seed_between_them_as_diff
 def test_lora_files_are_beside_the_weights_or_in_them_as_diffusers_has_them(
     wan1: Path, tmp_path: Path
 ) -> None:
-    file, how = (
-        style(wan1, tmp_path / "lora.safetensors", "to_q", "ffn"),
-        Sampling(height=32, width=32, steps=2),
-    )
+    file = style(wan1, tmp_path / "lora.safetensors", "to_q", "ffn")
+    how = Sampling(height=32, width=32, steps=2)
     pipe = stock(wan1)
     before = of_stock(pipe, PROMPTS, [7, 8], how)
     pipe.load_lora_weights(str(file))

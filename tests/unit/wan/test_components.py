@@ -69,6 +69,7 @@ def run(command: str, flags: Any) -> None:
     module.run(command, flags, Failures()) if command == "train" else module.run(flags)
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_python_files_in_a_folder_are_never_run(
     wan1: Path, copy_of: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -92,6 +92,7 @@ def drawn(folder: Path, output: Path, **settings: float) -> np.ndarray:
 
 
 # That such a folder has one expert is in test_transformer.py.
+@pytest.mark.usefixtures("one_rank")
 def test_a_converted_wan_with_a_boundary_but_one_transformer_is_sampled_with_that_one(
     wan1: Path, copy_of: Callable[..., Path], tmp_path: Path
 ) -> None:
