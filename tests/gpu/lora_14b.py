@@ -41,10 +41,14 @@ ROWS: dict[str, tuple[int, dict[str, Any]]] = {  # GB of the GPU, and what diffe
 def settings(folder: Path, wan: Path, name: str, small: bool, steps: int) -> dict[str, Any]:
     """The shipped recipe for some steps, with the whole critic from the first."""
     given = read_json(RECIPE)
+    engine = read_json(given["deepspeed_config"])
+    # by "auto" all memory of the GPU would count, not a row's GB
+    engine["zero_optimization"]["offload_optimizer"]["device"] = "cpu"
     (prompts := folder / "prompts.txt").write_text("a red circle\na blue square\n" * 2)
     size = {"height": 32, "width": 32, "num_frames": 5} if small else {"height": 480, "width": 832}
     own = {"teacher_path": str(wan), "data_path": str(prompts), "output_dir": str(folder / name)}
     own |= {"objective": given["objective"] | {"critic_warmup": 0}, "max_steps": steps, "save_every": steps}
+    own["deepspeed_config"] = engine
     more = ROWS[name][1] | ({"num_frames": 5} if small else {})
     return given | size | {"sample_prompts": [], "resume": "never"} | more | own
 

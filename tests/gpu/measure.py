@@ -35,7 +35,9 @@ from states import state
 from stream_14b import CONFIG, seconds
 
 from wandistiller.distributed import collectives
+from wandistiller.engine.engine_config import Kernels
 from wandistiller.engine.patches import patch_deepspeed
+from wandistiller.engine.preflight import PACKAGES
 from wandistiller.network.names import set_parameter
 from wandistiller.teacher.build import build_teacher
 from wandistiller.utils.files import read_json
@@ -43,6 +45,7 @@ from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import pipeline, transformer
 from wandistiller.wan.components import UMT5_XXL, decoded, encoded, states, text_encoder_of, vae_of
 from wandistiller.wan.fake_tensor_memory import coding, text_encoding
+from wandistiller.wan.kernels import use_kernels
 from wandistiller.wan.transformer_config import TransformerConfig
 
 MIB = 2**20
@@ -66,23 +69,21 @@ def kernels(small: bool) -> Iterator[str]:
     yield "| frames | attention | compiled | forward ms | forward and backward ms |\n|---|---|---|---|---|"
     for frames in (1, 5 if small else 21):
         x, text = (torch.randn(1, *s, device=KIND) for s in ((16, frames, *size), (512, CONFIG["text_dim"])))
-        for backend in BACKENDS[:1] if small else BACKENDS:
+        for attention in BACKENDS[:1] if small else BACKENDS:
+            module, origin = PACKAGES.get(attention, ("torch", ""))
+            if not find_spec(module):
+                yield f"| {frames} | {attention} | | not installed: {origin} | |"
+                continue
             for compiled in (False, True) if can_compile else (False,):
                 model = random_wan(config, 4)
-                try:
-                    model.set_attention_backend(backend)
-                except (RuntimeError, ImportError) as error:
-                    yield f"| {frames} | {backend} | | {str(error)[:60]} | |"
-                    break
-                for block in model.blocks if compiled else ():
-                    block.forward = torch.compile(block.forward)
+                use_kernels(model, Kernels(attention=attention, compile=compiled))
                 call = lambda: transformer.velocity(model, state(x, torch.ones(1, device=KIND), text))  # noqa: B023, E731
                 with torch.no_grad():
                     forward = timed(call)
                 model.requires_grad_(True)
                 both = timed(lambda: call().mean().backward())  # noqa: B023
-                best[frames, backend, compiled] = forward + both
-                yield f"| {frames} | {backend} | {compiled} | {1e3 * forward:.1f} | {1e3 * both:.1f} |"
+                best[frames, attention, compiled] = forward + both
+                yield f"| {frames} | {attention} | {compiled} | {1e3 * forward:.1f} | {1e3 * both:.1f} |"
     for frames in {frames for frames, *_ in best}:
         of = {key: value for key, value in best.items() if key[0] == frames}
         first = min(of, key=of.get)

@@ -15,11 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence_parallel import Ranks
-from wandistiller.engine.engine_config import EngineConfig
+from wandistiller.engine.engine_config import EngineConfig, Kernels
 from wandistiller.network.blocks import Blocks
 from wandistiller.network.heads import add_projections
 from wandistiller.wan import text_padding
 from wandistiller.wan.context_parallel import share_sequences
+from wandistiller.wan.kernels import use_kernels
 from wandistiller.wan.structure import PARTS
 from wandistiller.wan.transformer import renew_rope, velocity
 from wandistiller.wan.transformer_config import TransformerConfig
@@ -46,6 +47,7 @@ def network(
         add_projections(model, range(layers), matched_width)
     model = model.to(engine.dtype)
     renew_rope(model)
+    use_kernels(model, Kernels())
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     if engine.recompute:
@@ -77,6 +79,7 @@ def shared_peaks(layers: int, engine: EngineConfig) -> tuple[int, int]:
     text_padding.TEXT_TOKENS = TEXT
     model, _ = network(layers, engine)
     share_sequences(model, Ranks.in_groups_of(collectives.world_size()))
+    use_kernels(model, Kernels())
     with PausedExchanges():
         passes = peak_bytes(lambda: predict(model, 1).square().mean().backward())
         with torch.no_grad():

@@ -95,6 +95,7 @@ def test_few_step_adapters_on_one_base_take_what_is_planned_where_activations_ar
     given = planned.recipe(tmp_path, wan, 0, "", "", rollout_steps=1, sample_prompts=[])
     given |= {"student_config": {}, "lora": {"rank": 8}, "objective": few, "height": 192, "width": 256}
     engine = in_float32("student", student) | {"train_micro_batch_size_per_gpu": 4}
+    engine["zero_optimization"]["offload_optimizer"]["device"] = "cpu"
     given |= {"deepspeed_config": engine, "teacher_deepspeed_config": in_float32("teacher", "streamed")}
     (plan,) = call(planned.predicted, given, 1, ranks=1, start=partial(program, gpus=Simulated(tmp_path)))
     devices = Simulated(tmp_path, mib=8192)

@@ -1,11 +1,13 @@
 """Training on simulated GPUs: the losses and gradient norms of a CPU run."""
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 from gpu_runs import FLOAT32, on_both
-from ranks import STUDENTS, runs_here
+from on_ranks.tuning import waits_of_an_update
+from ranks import STUDENTS, call, program, runs_here
 from recipes import train
 from simulated import Simulated, simulated_gpu
 
@@ -46,3 +48,11 @@ def test_a_step_waits_for_the_gpu_once_for_its_numbers_and_never_for_what_it_sen
     places = Counter(wait.split("/wandistiller/")[1].split(":")[0] for wait in devices.waits("wandistiller"))
     assert places["training/step_result.py"] == 3
     assert not places["flow.py"] and not places["data/cached_dataset.py"] and not places["batch.py"]
+
+
+def test_an_update_with_an_offloaded_optimizer_waits_8_times_at_most(tmp_path: Path) -> None:
+    """Of 8 adapters a layer, in one micro-step and in two, with their backward passes."""
+    devices = Simulated(tmp_path, waits=True)
+    start = partial(program, gpus=devices)
+    few, many = (call(waits_of_an_update, layers, tmp_path, ranks=1, start=start)[0] for layers in (1, 3))
+    assert few == many and 0 < min(few) and max(few) <= 8 and devices.reports() == ""

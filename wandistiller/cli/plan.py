@@ -15,7 +15,7 @@ from wandistiller.distributed.device import count as number_of_gpus
 from wandistiller.distributed.device import emulates_bf16
 from wandistiller.planner.disk import on_its_disk, swap_folder
 from wandistiller.planner.machine import Machine, this_machine
-from wandistiller.planner.resolve_auto import HELPS, choices, chosen, left_open
+from wandistiller.planner.resolve_auto import HELPS, choices, chosen, left_open, with_optimizer
 from wandistiller.planner.time import Rates, Times, override_rates, usual_rates
 from wandistiller.utils.errors import ConfigError, folder_problems, problem
 from wandistiller.utils.files import read_json
@@ -91,6 +91,8 @@ def _of_run(
     if any(left_open(job)):
         choice = chosen(job, with_disk(job, True), here)
         job, lines = choice.job, [*choice.lines(machine), ""]
+    job, of_optimizer = with_optimizer(job, with_disk(job, False))
+    lines += [*of_optimizer, ""] if of_optimizer else []
     text, short = report(job, with_disk(job, False), Times(job, machine, rates), here, price)
     room = with_disk(job, True)
     fits = [*choices(job, room, here=here, by_teacher=True)]

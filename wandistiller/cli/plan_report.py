@@ -1,6 +1,7 @@
 """Lines that `wandistiller plan` prints: memory by phase, the step, the whole run, the verdict."""
 
 from collections.abc import Iterable
+from math import inf
 
 from wandistiller.config.job import Job
 from wandistiller.config.summary import precision_lines, summary
@@ -95,9 +96,13 @@ def _row(name: str, numbers: Iterable[int]) -> str:
 def _step(job: Job, times: Times) -> list[str]:
     computing = {role: seconds for role, seconds in times.computing().items() if seconds}
     parts = ", ".join(f"{duration(seconds)} the {role}" for role, seconds in computing.items())
-    rate = f"{times.rates.tflops:.3g} TFLOP/s"
-    if any(times.rates.tflops == SHARE * peak for peak, _ in PEAKS.values()):  # the usual one
-        rate += f", {SHARE:.2f} of the card's peak"
+    rates = times.rates
+    rate = f"{rates.tflops:.3g} TFLOP/s"
+    if rates.tbytes < inf:
+        rate += f" and {rates.tbytes:.3g} TB/s"
+    if any(rates.tflops == SHARE * peak for peak, *_ in PEAKS.values()):  # the usual one
+        rate += f", {SHARE:.2f} of the card's peaks"
+    parts += f", {duration(times.updating())} the optimizer"
     lines = [f"a step takes about {duration(times.step())} at {rate}: {parts}"]
     if moving := times.moving():
         lines.append(f"meanwhile the teacher's weights are on their way for {duration(moving)}")
@@ -126,7 +131,7 @@ def _whole_run(job: Job, machine: Machine, times: Times, price: float | None) ->
         whole += f", and {duration(rollouts)} for the teacher's rollouts if the cache is empty"
     lines = [
         whole,
-        "encoding, measurements, pictures, the optimizer and what ranks send each other come on top",
+        "encoding, measurements, pictures and what ranks send each other come on top",
         f"it trains on {samples} samples; the data have {available}, "
         f"so each is seen {samples / available:.1f} times",
         f"for each to be seen only once, bring {-(-samples // run.rollouts_per_prompt)} prompts",

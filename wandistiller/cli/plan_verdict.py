@@ -65,7 +65,11 @@ def verdict(planned: list[Planned], adapters: Recommended | None) -> list[str]:
     if not names and not all(plan.job.teacher.memory_known for plan in planned):
         return ["verdict: whether it fits is not known"]
     if not names:
-        return [f"verdict: all {len(planned)} stages fit" if len(planned) > 1 else "verdict: it fits"]
+        fits = f"all {len(planned)} stages fit" if len(planned) > 1 else "it fits"
+        engines = [one.job.student_engine for one in planned]
+        kept = {engine.optimizer_on == "none" for engine in engines if engine.is_offload_open}
+        places = [", optimizers in CPU memory", ", optimizers on the GPUs"]
+        return [f"verdict: {fits}{places[kept.pop()] if len(kept) == 1 else ''}"]
     lines = [f"verdict: it does NOT fit{': stage ' * bool(names[0])}{', '.join(names)}"]
     if fitting := _fitting_flags(planned):
         return [*lines, "it fits with", f"  {fitting}"]

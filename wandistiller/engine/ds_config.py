@@ -169,7 +169,7 @@ def student_engine(json: DeepSpeedJson, world: int) -> EngineConfig:
     ds["zero_optimization"] = BUCKETS | (LEAN_STAGE_3 if zero["stage"] == 3 else {}) | zero
     if "comet" in ds:
         ds["comet"].setdefault("samples_log_interval", 1)  # in our steps; DeepSpeed's own is 100
-    return EngineConfig(json.where, ds, json.overridden, json.is_open)
+    return EngineConfig(json.where, ds, json.overridden, json.is_open, json.is_offload_open)
 
 
 def rate_problems(json: DeepSpeedJson) -> list[str]:

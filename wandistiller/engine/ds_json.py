@@ -29,6 +29,8 @@ class DeepSpeedJson:
     """What settings of the run took the place of, a line each."""
     is_open: bool = field(default=False, repr=False, compare=False)
     """True if `planner.resolve_auto` chooses the student's ZeRO stage and what is offloaded."""
+    is_offload_open: bool = field(default=False, repr=False, compare=False)
+    """True if it chooses between CPU memory and the accelerators for the optimizer alone."""
 
     def section(self, name: str) -> dict[str, Any]:
         """Return a section by its dotted name; empty if there is none, or no object."""

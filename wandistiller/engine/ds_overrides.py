@@ -9,6 +9,7 @@ from wandistiller.engine.ds_schema import BATCH_KEYS, BLOCK, MUON_RATES, PEAKS
 
 J = TypeVar("J", bound=DeepSpeedJson)
 TOTAL, MICRO, ACCUMULATION = BATCH_KEYS
+OFFLOAD = "zero_optimization.offload_optimizer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,8 @@ def _copy(json: J) -> J:
 def fill_auto(json: J, max_steps: int) -> J:
     """Fill "auto" as transformers' Trainer does by default, or leave it out.
 
-    The precision is bf16, as in the shipped JSONs. Without an optimizer a schedule's rate is AdamW's.
+    The precision is bf16, as in the shipped JSONs. Without an optimizer a schedule's rate is AdamW's. An
+    optimizer whose place is "auto" is in CPU memory unless `planner.resolve_auto` has room for it.
     Source: transformers 5.23, integrations/deepspeed.py, HfTrainerDeepSpeedConfig, and TrainingArguments.
 
     Args:
@@ -86,7 +88,10 @@ def fill_auto(json: J, max_steps: int) -> J:
     lr = 5e-5 if lr == "auto" else lr
     filled = {"lr": lr, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0, "warmup_max_lr": lr}
     filled |= {"warmup_min_lr": 0, "warmup_num_steps": 1, "total_num_steps": max_steps, "stage": 2}
-    return replace(json, raw=_without_auto(ds, filled) | {key: ds[key] for key in (BLOCK,) if key in ds})
+    block, offload = {key: ds[key] for key in (BLOCK,) if key in ds}, json.section(OFFLOAD)
+    if is_offload_open := offload.get("device") == "auto":
+        offload["device"] = "cpu"
+    return replace(json, raw=_without_auto(ds, filled) | block, is_offload_open=is_offload_open)
 
 
 def _without_auto(section: dict[str, Any], filled: dict[str, Any]) -> dict[str, Any]:

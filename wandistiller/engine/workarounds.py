@@ -104,6 +104,40 @@ def skip_nonfinite_steps(engine: Any) -> None:
     engine._take_model_step = take_if_finite
 
 
+def wait_seldom(engine: Any) -> None:
+    """Let an update of stage 1 or 2 wait for an accelerator a few times, where the optimizer is offloaded.
+
+    DeepSpeed 0.19.8 waits for each gradient to hear if it is finite, and for each one's norm. Here norms come
+    to the host together, which sums them in DeepSpeed's order. `skip_nonfinite_steps` makes it reject a norm
+    that is not finite, as that of a gradient which is not.
+    Where micro-steps add gradients, it waits for each one's last copy too, as pageable memory would be read
+    at once. Of page-locked memory the stream waits instead.
+    tests/simulated/test_students.py::test_an_update_with_an_offloaded_optimizer_waits_8_times_at_most.
+    """
+    optimizer = engine.optimizer
+    if engine.zero_optimization_stage() not in (1, 2) or not optimizer.cpu_offload:
+        return
+    norm, accumulate = optimizer.scaled_global_norm, optimizer.async_accumulate_grad_in_cpu_via_gpu
+
+    def scaled_global_norm(norm_type: int = 2) -> torch.Tensor:
+        if norms := optimizer.norm_for_param_grads:
+            on_host = torch.stack([*norms.values()]).cpu()
+            optimizer.norm_for_param_grads = dict(zip(norms, on_host, strict=True))
+        return norm(norm_type)
+
+    def accumulate_in_stream(p: nn.Parameter) -> None:
+        stream = torch.get_device_module(p.device).current_stream()
+        for event in optimizer._pending_offload_events.values():
+            stream.wait_event(event)
+        optimizer._pending_offload_events.clear()  # the stream's next event comes after these
+        accumulate(p)
+
+    optimizer.update_offload_overflow_tracker = lambda _: None
+    optimizer.scaled_global_norm = scaled_global_norm
+    if optimizer.cpu_offload_pin_memory:
+        optimizer.async_accumulate_grad_in_cpu_via_gpu = accumulate_in_stream
+
+
 def leave_out_reduction_of_one_rank(engine: Any) -> None:
     """Leave a single rank's gradients as they are at stage 0.
 

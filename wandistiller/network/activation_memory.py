@@ -2,23 +2,23 @@
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
 
 from wandistiller.distributed.sequence_parallel import ImaginedRanks
-from wandistiller.engine.engine_config import RECOMPUTED, CheckpointPolicy, EngineConfig
+from wandistiller.engine.engine_config import RECOMPUTED, CheckpointPolicy, EngineConfig, Kernels
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.network.config import NetworkConfig
 from wandistiller.network.names import set_parameter
 from wandistiller.utils.memoize import once_for_each
 
-BLOCK, TIME = "block", "time"
 Latent = tuple[int, int, int, int]
 """(C, F, H, W) of one sample, as in `Folder.latent_shape`."""
 
@@ -68,37 +68,31 @@ def activation_bytes(
     sharers: int = 1,
     recomputes: bool = True,
 ) -> Bytes:
-    """Count the memory that autograd takes for a micro-step's backward pass, with its first recomputation.
+    """Count the memory that a micro-step takes beside weights and gradients, at its peak.
 
-    All weights are counted as trained. A checkpoint saves its inputs instead of its activations; those that
-    all blocks share count once, unless checkpoints copy them.
-    The peak is at the start of the backward pass: the first recomputation comes on top, if nothing was freed
-    before; where blocks are recomputed, gradients of the time too, which is large if each patch has its own.
+    All weights are counted as trained. The peak is in the backward pass of the last block that is recomputed;
+    blocks before it have the inputs of their checkpoints, or all that they saved.
     With `cpu_checkpointing` an accelerator's checkpoints keep all inputs of each in CPU memory, also those
     that others have (deepspeed 0.19.8).
 
     Args:
         micro: samples of a micro-step.
         sharers: ranks that compute each sample together.
-        recomputes: False for what is saved between forward and backward pass.
+        recomputes: False for what is there between forward and backward pass.
     """
-    layers, policy = config.num_layers, engine.recompute
-    saved = _for_samples(_saved, micro, config, engine, latent, accelerator, sharers)
-    until_backward = saved["ends"] + layers * saved[BLOCK]
-    if policy is None:
-        return Bytes(transient=until_backward)
-    names, number = config.parts[policy.checkpoint] or (BLOCK,), -(-layers // policy.checkpoint_every)
-    kind = " inputs" if engine.empties_inputs else " own inputs"
-    part, inputs = (sum(saved[f"{name}{of}"] for name in names) for of in ("", kind))
-    until_backward -= number * (part - inputs)
-    # attention is recomputed after the feed-forward of the last block was freed
-    if recomputes and policy.checkpoint != "attention" and (layers - 1) % policy.checkpoint_every == 0:
-        until_backward += part
-    if recomputes and policy.checkpoint == "blocks":
-        until_backward += 2 * saved[TIME]  # the sum, and what a block adds
+    policy, shape = engine.recompute, (config, engine, latent, accelerator, sharers)
+    every, part = (policy.checkpoint_every, policy.checkpoint) if policy else (1, "")
+    traced = _for_samples(partial(_passes, part, engine.empties_inputs), micro, *shape)
+    number = -(-config.num_layers // every)
+    nbytes = traced["peak" if recomputes else "held"] + (number - 2) * traced["block"]
+    if every > 1:
+        gone = recomputes and (config.num_layers - 1) % every > 0  # the last block, of those kept whole
+        of_whole = _for_samples(partial(_passes, "", False), micro, *shape)
+        nbytes += (config.num_layers - number - gone) * of_whole["block"]
     on_cpu = accelerator and engine.section(RECOMPUTED).get("cpu_checkpointing")
-    away = number * sum(saved[f"{name} inputs"] for name in names) if on_cpu else 0
-    return Bytes(transient=until_backward - away, host=away)
+    host = number * traced["inputs"] if on_cpu else 0
+    away = (number - recomputes) * traced["inputs"] if on_cpu else 0  # those of one block come back
+    return Bytes(transient=nbytes - away, host=host)
 
 
 def call_bytes(
@@ -160,52 +154,58 @@ def _for_samples(
     sharers: int,
 ) -> dict[str, int]:
     """Extrapolate the bytes of `samples` samples, which grow linearly, from traces of one and of two."""
-    shape = config.replaced(num_layers=1), engine.dtype, latent, config.text_tokens, accelerator, sharers
+    shape = config, engine.dtype, latent, config.text_tokens, accelerator, sharers
     of_two = trace(2, *shape)
     return {name: n + (samples - 1) * (of_two[name] - n) for name, n in trace(1, *shape).items()}
 
 
 @once_for_each
-def _saved(samples: int, config: NetworkConfig, dtype: torch.dtype, *shape: Any) -> dict[str, int]:
-    """Trace the bytes that autograd saves in one block, in its parts and around it, and of their inputs."""
+def _passes(
+    part: str, copies: bool, samples: int, config: NetworkConfig, dtype: torch.dtype, *shape: Any
+) -> dict[str, int]:
+    """Trace the bytes of both passes of a network of two blocks, and those that a block adds.
+
+    Args:
+        part: recomputed, as in `CheckpointPolicy`; empty: nothing.
+        copies: checkpoints keep copies of their inputs.
+
+    Returns:
+        peak: the most until the backward pass has left the blocks.
+        held: between both passes.
+        block: what the forward pass of a block leaves.
+        inputs: those of a block's checkpoints.
+    """
+    peak, entered, inputs = [], [], []
     with FakeTensorMode():
-        model, call = _transformer(samples, config, lambda _: dtype, *shape)
-        model.requires_grad_(True)
-        weights = set(storages(list(model.parameters())))
-        block = model.blocks[0]
-        parts = [name for names in config.parts.values() for name in names]
-        modules = {BLOCK: block} | {name: block.get_submodule(name) for name in parts}
-        saved: dict[str, set[torch.UntypedStorage]] = {name: set() for name in ("all", *modules)}
-        inside, inputs, shared = ["all"], {}, set()
+        model, call = _transformer(samples, config.replaced(num_layers=2), lambda _: dtype, *shape)
+        for p in model.requires_grad_(True).parameters():
+            p.grad = torch.empty_like(p)
+        with Live() as live:
 
-        def enter(name: str, args: tuple) -> None:
-            inside.append(name)
-            if name == BLOCK:
-                shared.update(storages(args[1:]))  # text, time, rope: for all blocks
-                inputs[TIME] = args[2].nbytes
-            tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
-            inputs[f"{name} inputs"] = sum(t.nbytes for t in tensors)
-            not_shared = (t.nbytes for t in tensors if t.untyped_storage() not in shared)
-            inputs[f"{name} own inputs"] = sum(not_shared)
+            def enter(_: nn.Module, args: tuple) -> None:
+                entered.append(live.now)
+                if len(entered) == 1:
+                    args[0].register_hook(lambda _: peak.append(live.most))
 
-        def pack(t: Tensor) -> Tensor:
-            for name in inside:
-                saved[name].add(t.untyped_storage())
-            return t
+            def recomputed(run: Callable[..., Tensor], *args: Any) -> Tensor:
+                args = tree_map(lambda t: t.clone() if copies and isinstance(t, Tensor) else t, args)
+                inputs.append(sum(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor)))
+                return checkpoint(run, *args, use_reentrant=True, preserve_rng_state=False)
 
-        # as a later block's input, which is not part of a whole
-        block.register_forward_pre_hook(lambda _, args: (args[0].clone(), *args[1:]))
-        for name, module in modules.items():
-            module.register_forward_pre_hook(lambda _, args, name=name: enter(name, args))
-            module.register_forward_hook(lambda *_: inside.pop() and None)
-        with saved_tensors_hooks(pack, lambda t: t):
+            for block in model.blocks:
+                block.register_forward_pre_hook(enter)
+                for module in [block.get_submodule(name) for name in _names(config, part)]:
+                    module.forward = partial(recomputed, module.forward)
             v_BCFHW = call()
-        traced = {name: sum(s.nbytes() for s in saved[name] - weights - shared) for name in modules}
-        traced["ends"] = sum(s.nbytes() for s in saved["all"] - weights) - traced[BLOCK]
-        *_, sharers = shape
-        traced["ends"] += (sharers - 1) * inputs[f"{BLOCK} own inputs"]  # the first block's is whole
-        del v_BCFHW
-    return traced | inputs
+            held = live.now
+            v_BCFHW.backward(torch.empty_like(v_BCFHW))
+    block = entered[1] - entered[0]
+    return {"peak": peak[0], "held": held, "block": block, "inputs": sum(inputs) // 2}
+
+
+def _names(config: NetworkConfig, part: str) -> tuple[str, ...]:
+    """Return the modules of a block that are recomputed; the block itself has no name."""
+    return (config.parts[part] or ("",)) if part else ()
 
 
 @once_for_each
@@ -215,7 +215,8 @@ def _peak(samples: int, config: NetworkConfig, dtype: torch.dtype, *shape: Any) 
     Others run one after the other.
     """
     with FakeTensorMode(), torch.no_grad():
-        model, call = _transformer(samples, config, lambda name: config.dtype_of(name, dtype), *shape)
+        of_one = config.replaced(num_layers=1)
+        model, call = _transformer(samples, of_one, lambda name: config.dtype_of(name, dtype), *shape)
         waiting: list[int] = []
         with Live() as live:
             model.blocks[0].register_forward_pre_hook(lambda *_: waiting.append(live.now))
@@ -241,6 +242,7 @@ def _transformer(
             module.forward = lambda x, weight=module.weight: _FusedNorm.apply(x, weight)
     state = config.blank_state(latent, samples, text_tokens)
     config.share_sequences(model, ImaginedRanks(sharers))
+    config.use_kernels(model, Kernels())
     return model, lambda: config.velocity(model, state)
 
 
@@ -251,3 +253,7 @@ class _FusedNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, ...]:
+        return tuple(map(torch.empty_like, ctx.saved_tensors))

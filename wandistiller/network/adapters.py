@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from types import MethodType
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -109,6 +110,15 @@ def add_lora(model: nn.Module, lora: Lora, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model.add_adapter(LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=targets, **by_layer))
+    for module in model.modules():
+        if hasattr(module, "lora_A") and module.scaling["default"] == 1:
+            module.forward = MethodType(_unscaled, module)
+
+
+def _unscaled(layer: nn.Module, x: Tensor) -> Tensor:
+    """Compute peft's layer whose factor is 1 without the product by it, which copies the output twice."""
+    result, a, b = layer.base_layer(x), layer.lora_A["default"], layer.lora_B["default"]
+    return (result + b(a(x.to(a.weight.dtype)))).to(result.dtype)
 
 
 @torch.no_grad()

@@ -21,6 +21,8 @@ from wandistiller.objectives.script import TEACHER, Ask, Learn, Play, Slope, pla
 
 MOST_EXITS = 16
 """Calls of a few-step student that learn, of those that are counted, evenly chosen."""
+LEARNING = "learning, forward and backward"
+"""Purpose of sweeps, of each pass that learns two."""
 
 
 class ScriptPasses(NamedTuple):
@@ -96,7 +98,7 @@ def base_sweeps(job: Job, of_step: Sequence[str] = ()) -> dict[str, float]:
     sweeps["scores at samples"] = bool(student.after) * groups * (1 + previews(job, STUDENT, student))
     passes = {role: sum(map(len, of_role[0].learned)) for role, of_role in scripts.items()}
     learning = sum(number * passes[role] for role, number in updates.items()) + student.slopes.total()
-    sweeps["learning, forward and backward"] = 2 * steps * learning
+    sweeps[LEARNING] = 2 * steps * learning
     return {purpose: number for purpose, number in sweeps.items() if number}
 
 

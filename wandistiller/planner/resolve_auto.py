@@ -58,6 +58,8 @@ ENOUGH = 6000
 """Tokens of a micro-step, as of four images of 480x832, beside which what moves in each counts little."""
 AS_IS = "as given"
 """Instead of a file's name, for an engine that is not chosen."""
+SPARE = 0.1
+"""Share of a GPU's free memory that a run leaves where its optimizer stays there."""
 NEAREST = 3
 """Number of combinations in the error message."""
 HELPS = (
@@ -308,18 +310,49 @@ def resolve_auto(job: Job) -> Job:
     Raises:
         ConfigError: on all ranks; nothing fits, or their nodes can build different JSONs.
     """
-    if not any(left_open(job)):
+    is_chosen, lines = any(left_open(job)), []
+    if not (is_chosen or job.student_engine.is_offload_open):
         return job
-    swap = swap_folder(job, shipped=True)
+    swap = swap_folder(job, shipped=is_chosen)
     machine = on_its_disk(this_machine(swap), job, swap)
+    if is_chosen:
+        best = _chosen_by_all(job, machine)
+        job, lines = best.job, best.lines(machine)
+    job, of_optimizer = with_optimizer(job, machine)
+    for line in [*lines, *of_optimizer]:
+        collectives.log0("%s", line)
+    return job
+
+
+def _chosen_by_all(job: Job, machine: Machine) -> Choice:
     with collectives.raise_on_all_ranks():
         best = chosen(job, machine, here=True)
     if len(every := dict.fromkeys(collectives.gather_objects(f"{best}"))) > 1:
         remedy = "`wandistiller doctor`, started there, says what some lack; install it, or name both JSONs."
         raise ConfigError(f"`auto` differs, as nodes can build different JSONs: {'; '.join(every)}. {remedy}")
-    for line in best.lines(machine):
-        collectives.log0("%s", line)
-    return best.job
+    return best
+
+
+def with_optimizer(job: Job, machine: Machine) -> tuple[Job, list[str]]:
+    """Keep the optimizer on the GPUs, if its JSON leaves that open and they have room for it. Collective.
+
+    Returns:
+        The job, and lines on the choice.
+    """
+    engine = job.student_engine
+    if not engine.is_offload_open or machine.device_free is None:
+        return job, []
+    zero = {k: value for k, value in engine.section("zero_optimization").items() if k != "offload_optimizer"}
+    moved = replace(job, student_engine=engine.replaced(zero_optimization=zero))
+    gpu, *others = demands(moments(plan(moved, machine)), machine)
+    fits = gpu.need <= (1 - SPARE) * gpu.free and all(d.is_met for d in [gpu, *others])
+    tuned = replace(job.run, lora=None)  # of its checks none is about the engine
+    fits &= not tuning_problems(tuned, job.student_transformer, moved.student_engine)
+    if collectives.on_any_rank(not fits):
+        return job, [
+            f"chosen    optimizer in CPU memory; with it GPUs would need {gpu}, free are {gpu.supply}"
+        ]
+    return moved, [f"chosen    optimizer on the GPUs; the run takes {gpu} at most, free are {gpu.supply}"]
 
 
 def left_open(job: Job) -> tuple[bool, bool]:

@@ -1,57 +1,67 @@
-"""Estimated time of a run: operations over a share of a card's peak, or the teacher's weights on their way.
+"""Estimated time of a run: operations and bytes over a share of a card's peaks, or weights on their way.
 
-Whichever of both takes longer. Not counted are encoding, measurements and pictures, the optimizer, and what
-ranks send each other.
+Whichever of both takes longer. Not counted are encoding, measurements and pictures, and what ranks send each
+other.
 """
 
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf, prod
 from typing import Annotated, Any
 
 from annotated_types import Gt, Lt
 
 from wandistiller.batch import STUDENT
 from wandistiller.config.job import Job, branches, swept
+from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.network.activation_memory import Latent
 from wandistiller.network.config import NetworkConfig
-from wandistiller.network.flops import Flops, count_flops
+from wandistiller.network.flops import count_flops
 from wandistiller.objectives.script import TEACHER
 from wandistiller.planner.machine import Machine
-from wandistiller.planner.passes import Passes, base_sweeps, passes_asked
+from wandistiller.planner.passes import LEARNING, Passes, base_sweeps, passes_asked
 from wandistiller.planner.teacher_memory import sharers_of_a_call
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.system_memory import GIB
 from wandistiller.utils.validation import check, types_of
 
-SHARE = 1 / 3
-"""Share of the maker's peak of dense products in bf16 that a whole step is assumed to reach.
+SHARE = 2 / 3
+"""Share of the maker's peaks, of dense products in bf16 and of memory, that kernels are assumed to reach.
 
-By a step of a 14B's LoRA at 480x832 on an H100, which took 20.0 s: 0.31 of 990 TFLOP/s. Blocks alone reach
-0.43 to 0.5 there (docs/benchmarks.md)."""
+In a step of a 14B's LoRA an H100 reached 0.70 and 0.63: 690 of 990 TFLOP/s, 2.1 of 3.35 TB/s."""
 PEAKS = {
-    "B200": (2250, 50),
-    "H200": (990, 50),
-    "H100": (990, 50),
-    "A100": (312, 24),
-    "L40S": (362, 24),
-    "L40": (181, 24),
-    "L4": (121, 12),
-    "A10": (70, 24),
-    "A6000": (155, 24),
-    "5090": (210, 48),
-    "4090": (165, 24),
-    "4080": (97, 24),
-    "3090": (71, 24),
-    "V100": (125, 12),
+    "B200": (2250, 8.0, 50),
+    "H200": (990, 4.8, 50),
+    "H100": (990, 3.35, 50),
+    "A100": (312, 2.04, 24),
+    "L40S": (362, 0.864, 24),
+    "L40": (181, 0.864, 24),
+    "L4": (121, 0.3, 12),
+    "A10": (70, 0.6, 24),
+    "A6000": (155, 0.768, 24),
+    "5090": (210, 1.79, 48),
+    "4090": (165, 1.01, 24),
+    "4080": (97, 0.717, 24),
+    "3090": (71, 0.936, 24),
+    "V100": (125, 0.9, 12),
 }
-"""Part of a GPU's name -> the maker's peak in 10^12 operations a second, and 10^9 bytes a second of PCIe.
+"""Part of a GPU's name -> the maker's peaks in 10^12 operations and 10^12 bytes of its memory a second, and
+10^9 bytes a second of PCIe.
 
-The first that fits counts; the A10's are those of the A10G."""
+The first that fits counts; the A10's are those of the A10G, the A100's those of 80 GB."""
 BY_MEMORY = {16: "4080", 24: "4090", 40: "A100", 48: "L40S", 80: "A100"}
 """GiB of a GPU -> the kind that it is taken for where its name is not known."""
+EAGER, COMPILED = (245, 281), (88, 136)
+"""Bytes that all but products and attention moves for each number of a block's state, forward and backward.
+
+In bf16 with adapters: tests/unit/wan/test_kernels.py; compiled by inductor's count on a CPU (torch 2.13)."""
+OFFLOADED = 2e-9
+"""Seconds that an update takes outside of passes for each trained number of a rank whose optimizer is in CPU
+memory: 0.42 for 210M on an H100's machine with 16 cores, when it still waited for each gradient."""
+ON_DEVICE = 32
+"""Bytes that AdamW on a GPU moves for each trained number: gradient, float32 weight, both states, weight."""
 CPU = 0.05
 """10^12 operations a second in float32 of the few cores of a rank without a GPU."""
 HOST = 1.0
@@ -66,19 +76,21 @@ class Rates:
     """Rates of one rank."""
 
     tflops: Rate
-    """10^12 operations of products and attention in each second of a step."""
+    """10^12 operations a second of products and attention."""
     pcie: Rate
     """10^9 bytes a second from CPU memory to the accelerator."""
+    tbytes: Rate = inf
+    """10^12 bytes a second that all other kernels move; without limit where `tflops` is of whole steps."""
 
 
 def usual_rates(machine: Machine) -> Rates:
-    """Return SHARE of the peak of the GPU, known by its name or its memory; without GPUs a CPU's rate."""
+    """Return SHARE of the peaks of the GPU, known by its name or its memory; without GPUs a CPU's rate."""
     if (size := machine.device_total or machine.device_free) is None:
         return Rates(CPU, DISK)
     by_name = (part for part in PEAKS if re.search(rf"{part}(?!\d)", machine.device_name))
     by_size = BY_MEMORY[max((gib for gib in BY_MEMORY if gib <= 1.1 * size / GIB), default=min(BY_MEMORY))]
-    peak, pcie = PEAKS[next(by_name, by_size)]
-    return Rates(SHARE * peak, pcie)
+    tflops, tbytes, pcie = PEAKS[next(by_name, by_size)]
+    return Rates(SHARE * tflops, pcie, SHARE * tbytes)
 
 
 def override_rates(usual: Rates, rates: dict[str, Any]) -> Rates:
@@ -102,20 +114,20 @@ def passes(job: Job, updates: Sequence[str] = ()) -> dict[str, Passes]:
     made = passes_asked(job, updates)
     for role, each in made.items():
         if each.backward:
-            config, engine = _network(job, role)[0], job.student_engine
-            engine = engine if role == STUDENT else job.networks.others[role].engine
-            again = _mean(job, config, lambda flops, engine=engine: flops.recomputed(engine.recompute))
+            config, _, engine = _network(job, role)
+            again = _mean(job, lambda z: count_flops(config, z).recomputed(engine.recompute))  # noqa: B023
             made[role] = each._replace(forward=each.forward + each.backward * again)
     return made
 
 
-def _network(job: Job, role: str) -> tuple[NetworkConfig, float]:
-    """Return the architecture of a network, and the share of its weights that learn."""
+def _network(job: Job, role: str) -> tuple[NetworkConfig, float, EngineConfig]:
+    """Return the architecture of a network, the share of its weights that learn, and its engine."""
     if role == TEACHER:
-        return job.folder.config, 0.0
+        return job.folder.config, 0.0, job.teacher.engine
     row = job.networks.first if role == STUDENT else job.networks.others[role]
     parameters = row.all_parameters
-    return row.config, parameters.trained_numel / (parameters.trained_numel + parameters.frozen_numel)
+    share = parameters.trained_numel / (parameters.trained_numel + parameters.frozen_numel)
+    return row.config, share, job.student_engine if role == STUDENT else row.engine
 
 
 class Times:
@@ -128,20 +140,28 @@ class Times:
         self.topology = machine.topology
 
     def call(self, role: str, samples: int) -> float:
-        """Seconds of arithmetic of a forward pass; of the teacher without its null branch."""
-        config, _ = _network(self.job, role)
-        return samples * self._computing(role, _mean(self.job, config, lambda flops: flops.forward))
+        """Seconds of kernels of a forward pass; of the teacher without its null branch."""
+        return samples * self._pass(role)
 
     def computing(self) -> dict[str, float]:
-        """Seconds of arithmetic of a step, by network."""
-        j, by_role = self.job, {}
-        samples = j.batch.micro * j.batch.accumulation
-        for role, each in passes(j, self._updates).items():
-            config, trained = _network(j, role)
-            backward = _mean(j, config, lambda flops, trained=trained: flops.backward(trained))
-            learning = samples * self._computing(role, each.backward * backward)
-            by_role[role] = each.forward * self.call(role, samples) + learning
+        """Seconds of kernels of a step's passes, by network."""
+        samples, by_role = self.job.batch.micro * self.job.batch.accumulation, {}
+        for role, each in passes(self.job, self._updates).items():
+            seconds = each.forward * self._pass(role) + each.backward * self._pass(role, backward=True)
+            by_role[role] = samples * seconds
         return by_role
+
+    def updating(self) -> float:
+        """Seconds of a step that its updates take outside of passes."""
+        j, seconds, number = self.job, 0.0, Counter(self._updates)
+        for role in (STUDENT, *j.networks.others):
+            row = j.networks.first if role == STUDENT else j.networks.others[role]
+            engine = _network(j, role)[2]
+            numel = row.parameters.trained_numel / (j.batch.ranks if engine.stage else 1)
+            each = ON_DEVICE / self.rates.tbytes / 1e12 if engine.optimizer_on == "none" else OFFLOADED
+            made = number[role] + (role != STUDENT and row.setting.is_shared) * number[STUDENT]
+            seconds += made * numel * each
+        return seconds
 
     def moving(self) -> float:
         """Seconds of a step in which weights of the teacher come from CPU memory or a disk."""
@@ -155,7 +175,13 @@ class Times:
         """Seconds of a step; what uses the teacher's weights computes while the next of them come."""
         computing = self.computing()
         meanwhile = sum(computing.values()) if self.job.networks.share_base else computing[TEACHER]
-        return sum(computing.values()) + max(0.0, self.moving() - meanwhile)
+        waiting = max(0.0, self.moving() - meanwhile, self._waiting())
+        return sum(computing.values()) + waiting + self.updating()
+
+    def _waiting(self) -> float:
+        """Seconds in which forward passes that learn, each a sweep of its own, wait for the shared base."""
+        sweeps = base_sweeps(self.job, self._updates).get(LEARNING, 0) / 2
+        return sweeps and sweeps * max(0.0, self._fetching() - self.call(STUDENT, self.job.batch.micro))
 
     def warm_up(self) -> float:
         """Seconds of the updates before the first step."""
@@ -182,15 +208,25 @@ class Times:
         """Seconds of the run: its rollouts and steps."""
         return self.rollouts() + self.steps()
 
-    def _computing(self, role: str, flops: float) -> float:
-        """Seconds of a rank for so many operations, of samples that ranks may share."""
-        j, t, rate = self.job, self.topology, self.rates.tflops
+    def _pass(self, role: str, *, backward: bool = False) -> float:
+        """Seconds of a rank for a pass over one sample, which ranks may share."""
+        j, t, rates = self.job, self.topology, self.rates
+        config, trained, engine = _network(j, role)
+
+        def operations(latent: Latent) -> float:
+            flops = count_flops(config, latent)
+            return flops.backward(trained) if backward else flops.forward
+
+        numbers = _mean(j, lambda z: config.num_layers * config.width * prod(z[1:]) / prod(config.patch_size))
+        nbytes = numbers * (COMPILED if engine.kernels.compile else EAGER)[backward]
         if role != TEACHER:
-            return flops / j.run.context_parallel / rate / 1e12
-        if j.teacher.on_cpu and t.accelerator:
-            rate = HOST / t.ranks_on_node
-        together = max(1, t.ranks_on_node // j.run.context_parallel) if j.teacher.on_one_rank else 1
-        return together * flops / sharers_of_a_call(j) / rate / 1e12
+            shared = 1 / j.run.context_parallel
+        else:
+            if j.teacher.on_cpu and t.accelerator:
+                rates = Rates(HOST / t.ranks_on_node, DISK)
+            together = max(1, t.ranks_on_node // j.run.context_parallel) if j.teacher.on_one_rank else 1
+            shared = together / sharers_of_a_call(j)
+        return shared * (_mean(j, operations) / rates.tflops + nbytes / rates.tbytes) / 1e12
 
     def _passes(self) -> int:
         """Passes of the teacher's weights in a guided call."""
@@ -217,9 +253,9 @@ def _rollouts_key(job: Job) -> tuple[Any, ...]:
     return job.cache, job.rollouts.making, job.size, *weights, *guidance
 
 
-def _mean(job: Job, config: NetworkConfig, of: Callable[[Flops], float]) -> float:
-    """Return the mean over the run's samples of what a network's operations on each come to."""
-    return sum(share * of(count_flops(config, latent)) for latent, share in _shares(job).items())
+def _mean(job: Job, of: Callable[[Latent], float]) -> float:
+    """Return the mean over the run's samples of a number of each latent."""
+    return sum(share * of(latent) for latent, share in _shares(job).items())
 
 
 def _shares(job: Job) -> dict[Latent, float]:

@@ -25,6 +25,7 @@ from wandistiller.engine.workarounds import (
     skip_nonfinite_steps,
     uncount_skipped_step,
     uncounted,
+    wait_seldom,
     without_dummy_step,
     without_empty_buckets,
 )
@@ -232,6 +233,7 @@ def _engine(network: Network, config: EngineConfig, learning_rates: dict[str, fl
             model=model.train(), model_parameters=groups, config=config.for_deepspeed
         )
     skip_nonfinite_steps(engine)
+    wait_seldom(engine)
     leave_out_reduction_of_one_rank(engine)
     if config.stage == 3:
         pace_fetches(network.config.called_in_turn(network.module))

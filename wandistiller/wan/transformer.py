@@ -1,4 +1,4 @@
-"""A Wan transformer: its velocity, its kernels, its rope tables."""
+"""A Wan transformer: its velocity, its rope tables."""
 
 from collections.abc import Callable
 from math import prod
@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
-from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import Tensor, nn
 
 from wandistiller.batch import State
-from wandistiller.engine.engine_config import Kernels
 from wandistiller.flow import TRAIN_TIMESTEPS
 from wandistiller.wan.text_padding import network_text
 
@@ -34,19 +32,6 @@ def share_rope(model: WanTransformer3DModel, other: WanTransformer3DModel) -> No
 def called_in_turn(model: WanTransformer3DModel) -> list[nn.Module]:
     """Return the modules that have nearly all weights, in the order of their calls."""
     return [model.condition_embedder, *model.blocks]
-
-
-def use_kernels(model: WanTransformer3DModel, kernels: Kernels) -> None:
-    """Compute the blocks of `model` with these kernels from now on.
-
-    diffusers' own `set_attention_backend` (0.42.1) would change the default of all networks of the process,
-    and cross-attention too, which is short and may have a bias.
-    """
-    for block in model.blocks:
-        if kernels.attention != "native":
-            block.attn1.processor._attention_backend = AttentionBackendName(kernels.attention)
-        if kernels.compile:  # without the hooks around it, which fetch weights
-            block.forward = torch.compile(block.forward)
 
 
 def velocity(model: nn.Module, state: State, call: Callable[..., Any] | None = None) -> Tensor:

@@ -15,6 +15,7 @@ from wandistiller.experts import Expert
 from wandistiller.network.config import NetworkConfig
 from wandistiller.wan import transformer
 from wandistiller.wan.context_parallel import share_sequences
+from wandistiller.wan.kernels import use_kernels
 from wandistiller.wan.structure import BLOCK_CLASS, IMAGE_MAPS, PARTS
 from wandistiller.wan.text_padding import TEXT_TOKENS, merge_text_padding
 
@@ -55,7 +56,7 @@ class TransformerConfig(NetworkConfig):
     velocity = staticmethod(transformer.velocity)
     merge_text_padding = staticmethod(merge_text_padding)
     share_sequences = staticmethod(share_sequences)
-    use_kernels = staticmethod(transformer.use_kernels)
+    use_kernels = staticmethod(use_kernels)
     called_in_turn = staticmethod(transformer.called_in_turn)
     renew_tables = staticmethod(transformer.renew_rope)
     share_tables = staticmethod(transformer.share_rope)

@@ -48,8 +48,8 @@ def engine(stage: int, dtype: str = "float32", **more: Any) -> EngineConfig:
     return student_engine(load(ds).in_precision(dtype), collectives.world_size())
 
 
-def build(run: RunConfig, config: EngineConfig, seed: int = 1, **more: Any) -> Learner:
-    model = small_transformer(seed, layers=3)
+def build(run: RunConfig, config: EngineConfig, seed: int = 1, layers: int = 3, **more: Any) -> Learner:
+    model = small_transformer(seed, layers)
     network_of(model).prepare(Trained(lora=run.lora, frozen=run.frozen or (), seed=run.seed))
     return learner_of(model, config, learning_rates=run.learning_rates, **more)
 
@@ -68,6 +68,29 @@ def learn(student: Learner, step: int) -> float:
     engine.step()
     student.update_ema(Expert.HIGH_NOISE, step + 1)
     return loss.item()
+
+
+def waits_of_an_update(layers: int, reports: Path) -> list[int]:
+    """Return how often the host waits for a simulated GPU in the second update of offloaded adapters.
+
+    Of one and of two micro-steps, without their forward passes.
+    """
+    offload = {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
+    return [_waits(layers, reports, {"zero_optimization": offload}, micro_steps) for micro_steps in (1, 2)]
+
+
+def _waits(layers: int, reports: Path, sections: dict[str, Any], micro_steps: int) -> int:
+    config = engine(2, gradient_accumulation_steps=micro_steps, **sections)
+    student = build(RunConfig(lora={"rank": 4}), config, layers=layers)
+    trained, waits = student.engine(Expert.HIGH_NOISE), []
+    for step in range(2 * micro_steps):
+        here = [t.to(collectives.device()) for t in batch(step).tensors()]
+        loss = student.velocity(batch(step).with_tensors(here)).square().mean()
+        before = sum(file.read_text().count("wait: ") for file in reports.glob("*.waits"))
+        trained.backward(loss)
+        trained.step()
+        waits.append(sum(file.read_text().count("wait: ") for file in reports.glob("*.waits")) - before)
+    return sum(waits[micro_steps:])
 
 
 def masters(student: Learner) -> dict[str, Tensor]:

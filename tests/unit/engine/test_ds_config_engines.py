@@ -23,11 +23,12 @@ from wandistiller.batch import Batch
 from wandistiller.distributed import device
 from wandistiller.engine import extensions, preflight
 from wandistiller.engine.ds_config import load, student_engine
-from wandistiller.engine.engine_config import EngineConfig
+from wandistiller.engine.engine_config import EngineConfig, Kernels
 from wandistiller.engine.optimizer_state import read_engine, write_engine
 from wandistiller.engine.preflight import config_problems
 from wandistiller.experts import Expert
 from wandistiller.wan import transformer
+from wandistiller.wan.kernels import use_kernels
 from wandistiller.wan.structure import PARTS
 
 LAYERS = 3
@@ -62,6 +63,7 @@ def plain_bf16_curve(steps: int = 5) -> list[float]:
     """The same without DeepSpeed: bf16 weights, float32 masters made from them, torch's AdamW."""
     model = small_transformer(0, LAYERS).bfloat16()
     transformer.renew_rope(model)
+    use_kernels(model, Kernels())  # a student's, whose gradients are rounded as often
     optimizer, losses = MixedAdamW(model), []
     for step in range(steps):
         b = batch(step)

@@ -51,7 +51,7 @@ ACCEPTED = {
     "offloaded": (BOTH | OFFLOADED, "2 bfloat16 cpu none"),
     "all by accelerate": (
         BOTH | zero("auto", offload_optimizer=auto("device", "nvme_path"), contiguous_gradients="auto"),
-        "2 bfloat16 none none",
+        "2 bfloat16 cpu none",
     ),
     "bf16 auto beside fp16": (BOTH | {"fp16": {"enabled": True}} | zero(2), "2 float16 none none"),
     "nulls": (

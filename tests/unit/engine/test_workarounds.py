@@ -17,12 +17,15 @@ from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.ops.op_builder.fused_adam import FusedAdamBuilder
 from deepspeed.runtime.engine import DeepSpeedEngine
 from engines import engine, learner_of
+from on_ranks import tuning
 from ranks import run
 from small_wan import small_transformer
 
+from wandistiller.config.run_config import RunConfig
 from wandistiller.engine import workarounds
 from wandistiller.engine.patches import numbers_alone, patch_deepspeed
 from wandistiller.experts import Expert
+from wandistiller.student import learner
 from wandistiller.utils.keyed_random import keyed_normal
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -45,6 +48,18 @@ def test_adam_in_parts_changes_no_bit(size: int, monkeypatch: pytest.MonkeyPatch
     whole = weights_after(3, size)
     monkeypatch.setattr(workarounds, "ADAM_PART", 1024)
     assert all(map(torch.equal, weights_after(3, size), whole))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_update_that_seldom_waits_has_the_same_bits(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for wait in (learner.wait_seldom, lambda _: None):
+        monkeypatch.setattr(learner, "wait_seldom", wait)
+        student = tuning.build(RunConfig(lora={"rank": 4}), tuning.engine(2, dtype, gradient_clipping=0.01))
+        losses = [tuning.learn(student, step) for step in range(3)]
+        norm = student.engine(Expert.HIGH_NOISE).get_global_grad_norm()
+        found.append(torch.tensor([*losses, norm]))
+    assert torch.equal(*found) and found[0].isfinite().all()
 
 
 def test_gpu_architectures_with_letters_are_read_by_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:

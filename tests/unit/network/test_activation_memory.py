@@ -22,12 +22,13 @@ from slow_cases import slow_but
 
 from wandistiller.batch import Prediction
 from wandistiller.distributed.sequence_parallel import ImaginedRanks
-from wandistiller.engine.engine_config import EngineConfig
+from wandistiller.engine.engine_config import EngineConfig, Kernels
 from wandistiller.network.activation_memory import activation_bytes, call_bytes, compared_bytes
 from wandistiller.network.blocks import Blocks
 from wandistiller.objectives.feature import FeatureMatching
 from wandistiller.wan import structure, text_padding
 from wandistiller.wan.context_parallel import share_sequences
+from wandistiller.wan.kernels import use_kernels
 from wandistiller.wan.transformer_config import TransformerConfig
 
 
@@ -56,9 +57,10 @@ def test_planned_activations_of_all_or_a_part_of_the_tokens_are_the_measured_pea
     planned = activation_bytes(config(layers), engine, LATENT, MICRO, **how).transient
     if sharers > 1:
         share_sequences(model, ImaginedRanks(sharers))
+        use_kernels(model, Kernels())
     measured = peak_bytes(lambda: predict(model).square().mean().backward())
-    # what a backward pass takes for itself is not counted: 12 bytes a number of a block's state, in bf16 18
-    assert planned == pytest.approx(measured, rel=0.15 if dtype == "float32" else 0.2)
+    # oneDNN multiplies bf16 in float32 where the CPU cannot, and takes copies
+    assert planned == pytest.approx(measured, rel=0.03 if dtype == "float32" else 0.12)
 
 
 @pytest.mark.slow
@@ -84,8 +86,9 @@ def test_planned_memory_of_a_call_without_gradients_is_the_measured_peak(dtype: 
 
 
 def test_norms_of_one_kernel_on_a_gpu_save_less_than_those_of_the_cpu() -> None:
+    engine = student_engine("bfloat16")
     cpu, gpu = (
-        activation_bytes(config(1), student_engine("bfloat16"), LATENT, 1, accelerator=a).transient
+        activation_bytes(config(1), engine, LATENT, 1, accelerator=a, recomputes=False).transient
         for a in (False, True)
     )
     assert cpu - gpu == pytest.approx((8 - 2) * 256 * (3 * TOKENS + TEXT), rel=0.01)
@@ -120,4 +123,4 @@ def test_planned_memory_of_ranks_that_share_a_sample_is_their_measured_peak(dtyp
     passes, a_call = map(max, zip(*call(shared_peaks, 6, engine, ranks=2), strict=True))
     given = config(6), engine, LATENT, 1
     planned = activation_bytes(*given, **how).transient, call_bytes(*given, **how)[0]
-    assert planned == pytest.approx((passes, a_call), rel=0.15 if dtype == "float32" else 0.2)  # as above
+    assert planned == pytest.approx((passes, a_call), rel=0.15)

@@ -105,7 +105,8 @@ def test_a_time_for_each_patch_of_5b_adds_its_maps_and_modulations() -> None:
     given = replace(text, expands_time=True)
     more = count_flops(given, latent).forward - count_flops(text, latent).forward
     assert more == (patches - 1) * 2 * d * (256 + d + 6 * d)
-    saved = [activation_bytes(c, engine, latent, 1, accelerator=True).transient for c in (text, given)]
+    how = {"accelerator": True, "recomputes": False}
+    saved = [activation_bytes(c, engine, latent, 1, **how).transient for c in (text, given)]
     assert saved[1] - saved[0] == pytest.approx(layers * patches * (6 + 2) * d * 4, rel=0.03)
 
 
@@ -117,6 +118,7 @@ def test_states_of_clip_add_keys_values_and_an_attention_to_each_block() -> None
     more = count_flops(states, latent).forward - count_flops(joined, latent).forward
     assert more == layers * block + 2 * ROWS * 1280 * (1280 + d)
     engine = student_engine("bfloat16")
-    saved = [activation_bytes(c, engine, latent, 1, accelerator=True).transient for c in (joined, states)]
+    how = {"accelerator": True, "recomputes": False}
+    saved = [activation_bytes(c, engine, latent, 1, **how).transient for c in (joined, states)]
     # of each state keys, normed keys and values; of each patch the second attention's result, and the sum
     assert saved[1] - saved[0] == pytest.approx(layers * 2 * d * (3 * ROWS + 2 * patches), rel=0.03)

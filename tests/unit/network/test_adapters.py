@@ -1,5 +1,6 @@
 """Adapters: ranks by part, and a start from a LoRA that others made."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,20 @@ def test_without_alpha_the_factor_of_every_layer_is_1(alpha: float | None) -> No
     add_lora(model, Lora(rank=4, alpha=alpha, targets=["to_q", "ffn"], ranks={"ffn": 8}), seed=0)
     factors = {m.r["default"]: m.scaling["default"] for m in model.modules() if hasattr(m, "lora_A")}
     assert factors == ({4: 1.0, 8: 1.0} if alpha is None else {4: 1.5, 8: 0.75})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_whose_factor_is_1_has_the_bits_of_peft_s(dtype: torch.dtype) -> None:
+    model = small_transformer(0, 1)
+    add_lora(model, Lora(rank=4), seed=0)
+    layer, found = model.blocks[0].attn1.to_q.to(dtype), []
+    torch.nn.init.normal_(layer.lora_B["default"].weight)
+    for forward in (layer.forward, partial(type(layer).forward, layer)):
+        x_BSD = keyed_normal((2, 5, 64), "x").to(dtype).requires_grad_()
+        layer.zero_grad()
+        (out_BSD := forward(x_BSD)).backward(keyed_normal((2, 5, 64), "slope").to(dtype))
+        found.append([out_BSD, x_BSD.grad, *(p.grad for p in layer.parameters() if p.requires_grad)])
+    assert "forward" in vars(layer) and all(map(torch.equal, *found))
 
 
 @pytest.fixture(scope="module")

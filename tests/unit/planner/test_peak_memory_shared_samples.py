@@ -68,7 +68,7 @@ def test_activations_of_two_ranks_are_half_but_for_the_ends(
     published: Path, phase: str, turn: str, use: str
 ) -> None:
     one, two = (parts(video(published, n), phase, turn)[use] for n in (1, 2))
-    assert 0.5 < two / one < 0.75
+    assert 0.5 < two / one < 0.8  # queries, keys and values are joined to be exchanged
 
 
 def test_an_owner_s_rank_computes_whole_samples(published: Path) -> None:
