@@ -53,7 +53,7 @@ setup(
         "lora": ["peft>=0.21"],
         "report": ["matplotlib"],
         "quantized": ["torchao==0.18.*"],  # a teacher's weights in 8 or 4 bits
-        "offload": ["accelerate"],  # device maps; `sample` and `evaluate` of pipelines larger than a GPU
+        "offload": ["accelerate"],  # device maps; a text encoder that is larger than the memory for it
         "test": [
             "pytest",
             "hypothesis",

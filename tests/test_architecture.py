@@ -194,7 +194,7 @@ def test_help_and_a_wrong_flag_import_no_torch(module: str) -> None:
     } == set()
 
 
-def test_one_function_opens_the_jsons_that_a_run_names_and_one_those_of_evaluate() -> None:
+def test_one_function_opens_the_jsons_that_a_run_names_and_one_those_of_a_pipeline() -> None:
     def openers(module: str) -> list[str]:
         if "wandistiller.engine.ds_config.load" not in imports(module):
             return []
@@ -204,7 +204,7 @@ def test_one_function_opens_the_jsons_that_a_run_names_and_one_those_of_evaluate
         }
         return [name for name, called in calls.items() for one in called if one == "load"]
 
-    assert offenders(openers) == {"config.validate": ["_opened"], "cli.evaluate": ["_placement"]}
+    assert offenders(openers) == {"config.validate": ["_opened"], "planner.sampling": ["read_placed"]}
 
 
 def test_no_other_folder_imports_the_files_that_made_the_embedded_teachers() -> None:

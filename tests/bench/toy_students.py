@@ -8,14 +8,11 @@ from typing import Any
 
 import torch
 from common import ROOT
+from drawing import of_stock, stock
 from ranks import environment
 
-from wandistiller.data.dataset import PromptItem
-from wandistiller.data.media import Size
-from wandistiller.data.tensor_cache import Sample
-from wandistiller.evaluation.draw_samples import Sampling, draw, open_pipeline
+from wandistiller.evaluation.sampling import Sampling
 from wandistiller.tiny import shapes
-from wandistiller.wan.pipeline import open_wan
 
 PROMPTS = shapes.HELD_OUT
 
@@ -33,10 +30,8 @@ def run(recipe: dict[str, Any], output: Path) -> Path:
 
 def pictures(student: Path, seed: int, **sampling: int) -> torch.Tensor:
     """Draw the held-out prompts, each from a seed of its own from `seed` on; BCHW in [0, 1]."""
-    folder, drawn = open_wan(str(student)), []
-    pipeline, how = open_pipeline(folder, torch.float32), Sampling(height=64, width=64, **sampling)
+    drawn, pipe, how = [], stock(student), Sampling(height=64, width=64, **sampling)
     for i in range(0, len(PROMPTS), 8):
-        part = [Sample(PromptItem(prompt), Size(64, 64, 1)) for prompt in PROMPTS[i : i + 8]]
-        seeds = [seed + i + k for k in range(len(part))]
-        drawn.append(draw(pipeline, folder, part, seeds, how)[:, :, 0])
+        part = PROMPTS[i : i + 8]
+        drawn.append(of_stock(pipe, part, [seed + i + k for k in range(len(part))], how)[:, :, 0])
     return torch.cat(drawn)

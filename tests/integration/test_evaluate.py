@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
+from drawing import GPU
 from PIL import Image
 from ranks import wandistiller, write_json
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
@@ -19,9 +20,10 @@ from wandistiller.cli.parser import read as flags_of
 from wandistiller.data.dataset import PromptItem
 from wandistiller.evaluation.candidates import read_candidate
 from wandistiller.evaluation.clip import Clip
-from wandistiller.evaluation.draw_samples import Sampling, sample
+from wandistiller.evaluation.draw_samples import sample
 from wandistiller.evaluation.evaluator import Evaluation, bands
 from wandistiller.evaluation.pipelines import PeakMemory
+from wandistiller.evaluation.sampling import Sampling
 from wandistiller.experts import Expert
 from wandistiller.tiny import shapes
 from wandistiller.utils.errors import ConfigError
@@ -36,7 +38,7 @@ Copy = Callable[..., Path]
 
 def read(*words: str | Path) -> Evaluation:
     """A command line, read as the command reads it."""
-    return read_evaluation(flags_of(["evaluate", *map(str, words)])[1], torch.float32, 1)
+    return read_evaluation(flags_of(["evaluate", *map(str, words)])[1], 1)
 
 
 def comparison(student: Path, output: Path, *flags: str | Path, prompts: list[str] = PROMPTS) -> Evaluation:
@@ -96,8 +98,8 @@ def test_a_student_whose_output_is_0_has_relative_error_1_in_every_band(
     wan2: Path, copy_of: Copy, tmp_path: Path
 ) -> None:
     def silenced(model: WanTransformer3DModel) -> None:
-        model.proj_out.weight.zero_()
         model.proj_out.bias.zero_()
+        model.proj_out.weight.fill_(1e-30)  # matrices of zeros are taken for holes in a file
 
     student = changed(copy_of(wan2, weights=True), silenced)
     found = evaluate(comparison(student, tmp_path, "--teacher_path", wan2, "--quick"))[
@@ -111,13 +113,13 @@ def test_a_student_whose_output_is_0_has_relative_error_1_in_every_band(
 def test_a_student_whose_samples_are_not_finite_is_named_and_draws_no_picture(
     wan1: Path, copy_of: Copy, tmp_path: Path
 ) -> None:
-    student = changed(copy_of(wan1, weights=True), lambda model: model.proj_out.bias.fill_(torch.inf))
+    student = changed(copy_of(wan1, weights=True), lambda model: model.proj_out.bias.fill_(3e38))
     message = re.escape(f"{student}: its samples in 2 step(s) are not finite")
     sampling = Sampling(height=32, width=32, steps=2)
     output = tmp_path / "pictures"
     with pytest.raises(ConfigError, match=message):
-        sample(read_candidate(str(student)), [PromptItem("a")], output, sampling, 0, torch.float32)
-    assert not list(output.glob("*"))
+        sample(read_candidate(str(student)), [PromptItem("a")], output, sampling, 0, GPU)
+    assert not list(output.glob("*.png"))
     with pytest.raises(ConfigError, match=message):
         evaluate(comparison(student, tmp_path, "--teacher_path", wan1, "--quick", prompts=PROMPTS[:1]))
 
@@ -134,17 +136,14 @@ def test_embedded_prompts_are_judged_by_the_shapes_program(wan1: Path, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
-def test_a_placed_teacher_is_the_stock_one_and_its_calls_are_counted_as_those_are(
+def test_figures_are_the_same_wherever_the_networks_are_and_all_calls_are_counted(
     wan2: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    placed = write_json(tmp_path / "placed.json", {"zero_optimization": {"stage": 0}})
     flags = ["--teacher_path", wan2, "--guidance_scale", "3", "--guidance_scale_2", "2", "--quick"]
-    stock = evaluate(comparison(wan2, tmp_path, *flags))
-    other = evaluate(comparison(wan2, tmp_path, *flags, "--teacher_deepspeed_config", placed))
-    assert errors_of(other) == pytest.approx(errors_of(stock), rel=1e-3) and min(errors_of(stock)) > 1e-3
-    distances = [found["frechet"]["latent"]["same_seeds"]["value"] for found in (other, stock)]
-    assert distances[0] == pytest.approx(distances[1], rel=1e-2)
+    flags += ["--dtype", "float32", "--teacher_deepspeed_config"]
+    found = [evaluate(comparison(wan2, tmp_path, *flags, name)) for name in ("files", "stream")]
+    assert untimed(found[0]) == untimed(found[1]) and min(errors_of(found[0])) > 1e-3
     bars = [line.partition(",")[0] for line in caplog.messages if re.match(r"\w+: .*: (\d+)/\1, ", line)]
     assert len(bars) == 8 and bars[:4] == bars[4:]  # samples and velocities of each
     drawn, calls = 2 * 2, 2 * 5  # of two batches: steps, bands of the velocities
@@ -286,8 +285,9 @@ def test_all_that_is_wrong_with_the_parts_comes_at_once_and_then_what_does_not_g
             comparison(wan1, output, *together, *words.split())
         assert [next((m for m in messages if m in p), p) for p in caught.value.problems] == messages
 
-    words = f"--batch 0 --clip_path {tmp_path} --teacher_deepspeed_config ds_configs/teacher/auto.json"
-    messages = ["`batch` is 0", '`wandistiller.placement` is "auto"', "none.txt: no such file"]
+    placed = write_json(tmp_path / "placed.json", {"wandistiller": {"placement": "near"}})
+    words = f"--batch 0 --clip_path {tmp_path} --teacher_deepspeed_config {placed}"
+    messages = ["`batch` is 0", '`wandistiller.placement` is "near"', "none.txt: no such file"]
     messages += ["`output` is", "`clip_path` is"]
     assert_wrong(write_json(tmp_path / "file", 0), f"{words} --prompts none.txt", messages)
     assert_wrong(tmp_path / "out", "", ["`height` is 30", "`guidance_scale_2` is 3.0"])

@@ -174,7 +174,7 @@ def test_the_stock_pipeline_draws_what_sample_drew(run: Run, tmp_path: Path) -> 
     frames = pipe("a red circle", height=32, width=64, **how).frames[0]
     if len(frames) == 1:
         drawn = np.asarray(Image.open(tmp_path / "0000.png"))
-        assert np.array_equal(drawn, (frames[0] * 255).round().astype(np.uint8))
+        assert np.abs(drawn - (frames[0] * 255).round()).max() <= 1  # it rounds otherwise
     else:  # MP4 loses detail
         with closing(imageio_ffmpeg.read_frames(str(tmp_path / "0000.mp4"))) as frames_of_file:
             assert next(frames_of_file)["fps"] == (24 if run.job.folder.spatial == 16 else 16)

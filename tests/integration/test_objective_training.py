@@ -17,7 +17,7 @@ from torch import Tensor
 
 from wandistiller.batch import Conditioning
 from wandistiller.checkpoint.facts import Facts
-from wandistiller.evaluation.draw_samples import set_steps
+from wandistiller.evaluation.sampling import sampler
 from wandistiller.experts import Expert
 from wandistiller.network.sampling import denoise, few_steps
 from wandistiller.teacher.base import LocalTeacher
@@ -168,12 +168,11 @@ def test_an_objective_that_trains_other_networks_than_a_checkpoint_has_is_refuse
 
 def test_a_student_of_few_steps_has_the_levels_of_other_numbers_too(few: Path) -> None:
     pipe, trained_for = WanPipeline.from_pretrained(few / "student"), Facts.read(few / "student" / FACTS)
-    for number in (1, 4):
-        set_steps(pipe, trained_for, number, open_wan(str(few / "student")))
-        pipe.scheduler.set_timesteps(number)
-        wanted = few_steps(7.0, number, trained_for.boundary)
-        assert pipe.scheduler.sigmas.tolist() == [*wanted.sigmas, 0.0]
-        assert pipe.config.boundary_ratio == wanted.boundary
+    levels = {n: sampler(open_wan(str(few / "student")), trained_for, n) for n in (1, 2, 4)}
+    assert levels == {n: few_steps(7.0, n, trained_for.boundary, trained_for.sampler) for n in levels}
+    pipe.scheduler.set_timesteps(2)
+    assert pipe.scheduler.sigmas.tolist() == [*levels[2].sigmas, 0.0]
+    assert pipe.config.boundary_ratio == levels[2].boundary
 
 
 @pytest.mark.slow

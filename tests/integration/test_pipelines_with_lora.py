@@ -6,19 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
+from diffusers import FlowMatchEulerDiscreteScheduler
+from drawing import of_stock, stock
 from PIL import Image
 from ranks import wandistiller
 from recipes import train
 from safetensors.torch import load_file, save_file
 from styles import style
 
-from wandistiller.data.dataset import PromptItem
-from wandistiller.data.media import Size
-from wandistiller.data.tensor_cache import Sample
-from wandistiller.evaluation.draw_samples import Sampling, draw
-from wandistiller.wan.pipeline import open_wan
+from wandistiller.evaluation.sampling import Sampling
 
 PROMPTS = ["a red circle on a blue background, left", "a blue square on a red background, center"]
 SIZE = ["--height", "32", "--width", "32"]
@@ -71,18 +67,32 @@ def test_sampling_a_run_is_sampling_its_teacher_with_its_file_bitwise(
 def test_stock_diffusers_draws_the_same_with_the_file_and_the_card_s_scheduler(
     folder: Path, run: Path, wan1: Path
 ) -> None:
-    pipe = WanPipeline.from_pretrained(wan1, torch_dtype=torch.float32)
+    pipe = stock(wan1)
     card = (run / "lora.card" / "README.md").read_text()
     (line,) = (line for line in card.splitlines() if line.startswith("pipe.scheduler = "))
     exec(line, {"pipe": pipe, "FlowMatchEulerDiscreteScheduler": FlowMatchEulerDiscreteScheduler})
     pipe.load_lora_weights(str(run / "lora.safetensors"))
-    pipe.set_progress_bar_config(disable=True)
-    teacher, sampling = open_wan(str(wan1)), Sampling(height=32, width=32, steps=4)
+    sampling = Sampling(height=32, width=32, steps=4)
     for number, prompt in enumerate(PROMPTS):
-        sample = Sample(PromptItem(prompt), Size(32, 32, 1))
-        pixels = draw(pipe, teacher, [sample], [number], sampling)[0, :, 0]
+        pixels = of_stock(pipe, [prompt], [number], sampling)[0, :, 0]
         ours = np.asarray(Image.open(folder / "of_run" / f"{number:04d}.png")).transpose(2, 0, 1) / 255
         assert np.abs(ours - pixels.numpy()).max() < 2 / 255
+
+
+def test_the_code_of_the_card_draws_a_picture(
+    run: Path, wan1: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is, but for its places, and for the line that needs a GPU (tests/simulated/test_card.py)."""
+    code = (run / "lora.card" / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    (offload,) = (line for line in code.splitlines(keepends=True) if "offload" in line)
+    assert offload.startswith("pipe.enable_model_cpu_offload()")
+    assert '"default": torch.bfloat16' in code and "torch_dtype=dtypes" in code and "frames = pipe(" in code
+    places = {f'"{wan1.name}"': f'"{wan1}"', "FOLDER_OF_THE_FILES": str(run), offload: ""}
+    for name, place in places.items():
+        code = code.replace(name, place)
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    assert Image.open("image.png").size == (32, 32)
 
 
 def test_a_run_is_evaluated_by_its_files_in_its_own_and_other_numbers_of_steps(run: Path) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from ranks import wandistiller
 from recipes import recipe, recipe_file
 from shipped import placement
@@ -60,7 +59,7 @@ def test_evaluate_reports_the_error_of_a_quantised_teacher(tmp_path: Path, wan2:
     words += ["--student", wan2, "--teacher_path", wan2, "--output", tmp_path]
     words += ["--teacher_deepspeed_config", file]
     _, flags = read(["evaluate", *map(str, words)])
-    result = evaluate(read_evaluation(flags, torch.float32, 1))
+    result = evaluate(read_evaluation(flags, 1))
     bands = result["teacher_weights_velocity_error"]["bands"]
     assert result["teacher_weights"] == "nf4" and [*bands][-1] == "0.875-1"
     assert all(0 < error < 0.5 for error in bands.values())

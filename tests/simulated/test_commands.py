@@ -12,7 +12,8 @@ from ranks import wandistiller
 from recipes import train
 from safetensors.torch import load_file
 from simulated import Simulated, simulated_gpu
-from small_wan import make_wan
+from small_wan import make_large_wan, make_wan
+from styles import style
 
 from wandistiller.utils.files import read_json
 
@@ -115,8 +116,9 @@ def test_a_plan_for_this_machine_knows_its_gpu(runs: Runs) -> None:
     assert "each with 1 x 4 GiB of GPU memory" in text and "of 4.0 GiB on each GPU" in text
 
 
-LITTLE, WEIGHTS = 110, 78
-"""MiB of a GPU, and of a pipeline that therefore stays in CPU memory but for the part that computes."""
+LITTLE, WEIGHTS = 70, 78
+"""MiB of a GPU, and of the networks of a pipeline that therefore stay in CPU memory but for two blocks."""
+STREAMED = ["--teacher_deepspeed_config", "stream", "--dtype", "float32", "--height", 32, "--width", 32]
 
 
 @pytest.fixture(scope="module")
@@ -136,23 +138,35 @@ def test_samples_on_a_small_gpu_are_those_of_a_cpu_bitwise(
     words = ["sample", "--model", wide, "--prompts", "a red circle on a blue background", "--steps", 2]
     found = []
     for name, accelerator in ((CPU, "cpu"), (GPU, little)):
-        more = ["--dtype", "float32", "--height", 32, "--width", 32, "--output", tmp_path / name]
-        wandistiller(*words, *more, accelerator=accelerator)
+        wandistiller(*words, *STREAMED, "--output", tmp_path / name, accelerator=accelerator)
         found.append([file.read_bytes() for file in sorted((tmp_path / name).glob("*.png"))])
     assert found[0] == found[1] != [] and little.reports() == ""
 
 
-def test_scores_on_a_small_gpu_are_those_of_a_cpu_and_its_parts_come_one_by_one(
+def test_scores_on_a_small_gpu_are_those_of_a_cpu_bitwise_and_blocks_come_one_by_one(
     little: Simulated, wide: Path, tmp_path: Path
 ) -> None:
     words = ["evaluate", "--student", wide, "--teacher_path", wide, "--num_prompts", 2, "--steps", 2]
     found = []
     for name, accelerator in ((CPU, "cpu"), (GPU, little)):
-        more = ["--quick", "--dtype", "float32", "--height", 32, "--width", 32, "--output", tmp_path / name]
+        more = ["--quick", *STREAMED, "--output", tmp_path / name]
         wandistiller(*words, *more, accelerator=accelerator)
         found.append(read_json(tmp_path / name / "evaluation.json"))
     errors = [e["relative_velocity_error"]["all"]["value"] for e in found]
-    assert errors[1] == pytest.approx(errors[0], rel=1e-2)  # a GPU encodes their text in bf16
+    assert errors[1] == errors[0]
     pictures = [(tmp_path / name / "evaluation.png").read_bytes() for name in (CPU, GPU)]
     assert pictures[0] == pictures[1] and little.reports() == ""
-    assert 1024 * found[1]["teacher"]["peak_memory_gib"]["gpu"] < 0.8 * WEIGHTS
+    assert 1024 * found[1]["teacher"]["peak_memory_gib"]["gpu"] < 0.6 * WEIGHTS
+
+
+def test_a_lora_of_a_14b_s_blocks_is_drawn_on_a_gpu_that_has_no_room_for_them(tmp_path: Path) -> None:
+    """Four of the forty: 2.9 GB in bf16, beside 0.4 of other weights, on 4 GiB of which 1 is a reserve."""
+    sizes = {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "num_layers": 4}
+    wan = make_large_wan(tmp_path / "wan", torch.bfloat16, "10GB", **sizes)
+    file = style(wan, tmp_path / "lora.safetensors", "to_q")
+    devices = Simulated(tmp_path, mib=4096)
+    words = ["sample", "--model", wan, "--lora", file, "--prompts", "a red circle", "--steps", 1]
+    words += ["--height", 32, "--width", 32, "--output", tmp_path / "drawn"]
+    said = wandistiller(*words, accelerator=devices).stderr
+    assert "placed    streamed, 1 at once: " in said and devices.reports() == ""
+    assert (tmp_path / "drawn" / "0000.png").is_file()

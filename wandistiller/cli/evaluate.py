@@ -1,28 +1,21 @@
 """`wandistiller evaluate`: compare a student with its teacher in scores, velocity error, speed and size."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.cli.flags import EvaluateFlags
-from wandistiller.distributed import collectives, device
+from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks, division_problems
-from wandistiller.engine.ds_config import load
-from wandistiller.engine.preflight import config_problems
-from wandistiller.evaluation import draw_samples
 from wandistiller.evaluation.candidates import image_problems, read_candidate, read_items
 from wandistiller.evaluation.clip import clip_problems
-from wandistiller.evaluation.draw_samples import Sampling, size_problems
 from wandistiller.evaluation.evaluator import Evaluation, Evaluator
 from wandistiller.evaluation.report import summary, write
+from wandistiller.evaluation.sampling import STEPS, Sampling, number_problems, size_problems
 from wandistiller.monitoring.headline import Evaluated
 from wandistiller.network.folder import Folder
-from wandistiller.teacher.placements.base import Placement
-from wandistiller.teacher.quantized import missing_problems
-from wandistiller.teacher.strategies import teacher_file
-from wandistiller.teacher.teacher_json import AUTO, read_placement
+from wandistiller.planner.sampling import choose, read_placed
 from wandistiller.utils.errors import (
     ConfigError,
     collecting,
@@ -41,7 +34,7 @@ INPUTS = ("takes_image", "joined_channels", "text_dim", "image_dim", "pos_embed_
 
 def run(flags: EvaluateFlags) -> None:
     with collectives.raise_on_all_ranks():
-        evaluation = read_evaluation(flags, draw_samples.resolve_dtype(flags.dtype), collectives.world_size())
+        evaluation = read_evaluation(flags, collectives.world_size())
     collectives.init()
     evaluate(evaluation, Ranks.in_groups_of(flags.context_parallel))
     collectives.destroy()
@@ -52,7 +45,10 @@ def evaluate(evaluation: Evaluation, ranks: Ranks = ALONE) -> Evaluated:
 
     The prompts are split over the ranks; prompt i is drawn from seed + i by both.
     """
-    evaluator = Evaluator(evaluation, ranks)
+    e = evaluation
+    sides = [e.teacher, e.student]
+    placement, batch = choose(e.placement, sides, e.teacher_sampling, e.batch, ranks.degree)
+    evaluator = Evaluator(replace(e, placement=placement, batch=batch), ranks)
     evaluation = evaluator.settings
     for line in evaluation.facts.changed_teacher(evaluation.teacher):
         collectives.log0("%s", line)
@@ -75,16 +71,17 @@ def evaluate(evaluation: Evaluation, ranks: Ranks = ALONE) -> Evaluated:
 
 
 @readable()
-def read_evaluation(flags: EvaluateFlags, dtype: torch.dtype, world: int) -> Evaluation:
+def read_evaluation(flags: EvaluateFlags, world: int) -> Evaluation:
     """Check the command's flags and both folders; defaults are the student's training settings.
 
     Raises:
         ConfigError: with every problem of a part alone, or else of parts that do not go together; no weights
             were read.
     """
-    problems = draw_samples.number_problems("evaluate", vars(flags))
+    problems = number_problems("evaluate", vars(flags))
     output = flags.output or Path("evaluation")
     read: dict[str, str | Path] = {}
+    sides: list[Folder] = []
     with collecting(problems):
         candidate = read_candidate(flags.student, flags.lora or [], flags.strength, flags.teacher_path)
         output = flags.output or candidate.place or output
@@ -93,11 +90,12 @@ def read_evaluation(flags: EvaluateFlags, dtype: torch.dtype, world: int) -> Eva
             student = candidate.folder
             read["student_path"] = student.path
             student.require_weights()
+            sides.append(student)
         teacher = open_wan(teachers, weights=True, revision=candidate.teacher_revision)
         teacher.require_weights()
         teacher = teacher.with_first_frames() if facts.image_to_video else teacher
         teacher = _as_trained(teacher, facts, str(candidate.where))
-        placement = _placement(flags.teacher_deepspeed_config, teacher, world)
+        placement = read_placed(flags.teacher_deepspeed_config, flags.dtype, [*sides, teacher], world)
     with collecting(problems):
         items = read_items(flags.prompts)
     problems += folder_problems("output", output) or inside_problems("output", output, read)
@@ -112,13 +110,12 @@ def read_evaluation(flags: EvaluateFlags, dtype: torch.dtype, world: int) -> Eva
         placement=placement,
         items=[items[i * len(items) // number] for i in range(number)],
         output=output,
-        dtype=dtype,
         teacher_sampling=for_teacher,
         student_sampling=for_student,
         clip=flags.clip_path,
         facts=facts,
         seed=flags.seed,
-        batch=1 if teacher.config.takes_image else flags.batch,  # diffusers takes one image a call
+        batch=flags.batch,
         quick=flags.quick,
         numbers=tuple(dict.fromkeys(steps)) if len(steps) > 1 else (),
     )
@@ -146,7 +143,7 @@ def _samplings(flags: EvaluateFlags, facts: Facts, teacher: Folder) -> tuple[Sam
         "width": flags.width or facts.width or usual.width,
         "num_frames": flags.num_frames or facts.num_frames or teacher.shortest,
     }
-    steps, second = chosen or facts.steps or draw_samples.STEPS, flags.guidance_scale_2
+    steps, second = chosen or facts.steps or STEPS, flags.guidance_scale_2
     if teacher.boundary is not None:  # diffusers refuses it for one expert, and without it takes the first
         second = _first_known(second, flags.guidance_scale, facts.guidance_scale_2, low)
     return Sampling(
@@ -162,20 +159,6 @@ def _samplings(flags: EvaluateFlags, facts: Facts, teacher: Folder) -> tuple[Sam
 
 def _first_known(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
-
-
-def _placement(file: str | None, teacher: Folder, world: int) -> Placement | None:
-    if not file:
-        return None
-    placement = read_placement(load(teacher_file(file)), world)
-    problems = config_problems(placement.engine) + missing_problems(placement.engine, placement.weights)
-    if placement.name == AUTO:
-        remedy = "Only training chooses; name the file that it chose."
-        problems.append(placement.engine.problem("wandistiller.placement", AUTO, remedy))
-    problems += placement.teacher_problems(teacher.config.top_modules, device.count())
-    if problems:
-        raise ConfigError(*problems)
-    return placement
 
 
 def _pair_problems(evaluation: Evaluation, sharers: int, world: int) -> list[str]:
@@ -197,9 +180,9 @@ def _pair_problems(evaluation: Evaluation, sharers: int, world: int) -> list[str
             f"{student.name}: its latents are {its}, those of {teacher.name} {theirs}. "
             "Give a student with its VAE."
         )
-    folders = {"The student": student}
-    if not (evaluation.placement and evaluation.placement.on_one_rank):
-        folders["The teacher"] = teacher
+    folders = {"The student": student, "The teacher": teacher}
+    if evaluation.placement.on_one_rank:
+        folders = {}
     heads = {name: folder.config.num_attention_heads for name, folder in folders.items()}
     patches = {} if of_student else {size: student.tokens(*size)}
     return problems + division_problems("evaluate", sharers, world, heads, patches)

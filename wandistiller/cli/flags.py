@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from wandistiller.utils.registry import names_in
 
-AUTO_DTYPE = "of the arithmetic; auto: bfloat16 on a GPU, float32 on the CPU"
+PLACED = "where the networks are: a shipped JSON's name, or a file; auto: the simplest that fits"
+AUTO_DTYPE = "of the arithmetic; auto: as a named JSON says, else bfloat16 on a GPU, float32 on the CPU"
 SHARED = "ranks that compute each sample together, for long videos; a divisor of ranks, heads and patches"
 LORA = "LoRA files to add, or a run of them; of two experts high_noise=FILE, low_noise=FILE or both=FILE"
 FIRST_SEED = "of the first prompt; the next gets seed + 1"
@@ -122,6 +123,7 @@ class SampleFlags:
     guidance_scale_2: float | None = _flag(None, "of the low-noise expert; default --guidance_scale")
     negative_prompt: str | None = _flag(None, "of guidance above 1; default none")
     seed: int = _flag(0, FIRST_SEED)
+    teacher_deepspeed_config: str = _flag("auto", PLACED, metavar="FILE")
     context_parallel: int = _flag(1, SHARED)
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = _flag("auto", AUTO_DTYPE)
 
@@ -139,9 +141,7 @@ class EvaluateFlags:
     lora: list[str] | None = _flag(None, LORA, metavar="FILE")
     strength: float = _flag(1.0, "factor of these LoRA files")
     teacher_path: str | None = _flag(None, "default: the one it was distilled from")
-    teacher_deepspeed_config: str | None = _flag(
-        None, "placement of the teacher; default a WanPipeline", metavar="FILE"
-    )
+    teacher_deepspeed_config: str = _flag("auto", PLACED, metavar="FILE")
     prompts: list[str] = _flag(["tiny:held_out"], "texts, or one file of prompts")
     num_prompts: int = _flag(64, "spread evenly over those given")
     height: int | None = _flag(None, "default: what the student was made with")
@@ -157,7 +157,7 @@ class EvaluateFlags:
     negative_prompt: str | None = _flag(None, "the teacher's; default as folded into the student")
     clip_path: Path | None = _flag(None, "a CLIP folder of transformers: scores with it too")
     quick: bool = _flag(False, "draw each prompt once: no floor, no variety")
-    batch: int = _flag(8, "prompts drawn at once")
+    batch: int = _flag(8, "prompts drawn at once, or fewer where memory is short")
     seed: int = _flag(0, FIRST_SEED)
     output: Path | None = _flag(None, "folder; default: next to the student")
     context_parallel: int = _flag(1, SHARED)

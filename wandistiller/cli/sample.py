@@ -5,7 +5,7 @@ from wandistiller.data.dataset import PromptItem
 from wandistiller.data.media import Size
 from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence_parallel import Ranks, division_problems
-from wandistiller.evaluation import draw_samples
+from wandistiller.evaluation import draw_samples, sampling
 from wandistiller.evaluation.candidates import (
     Candidate,
     frame_problems,
@@ -14,26 +14,29 @@ from wandistiller.evaluation.candidates import (
     read_items,
     reader_of,
 )
+from wandistiller.planner.sampling import choose, read_placed
+from wandistiller.teacher.placements.base import Placement
 from wandistiller.utils.errors import ConfigError, collecting, folder_problems, inside_problems
 
 
 def run(flags: SampleFlags) -> None:
     """Check the flags, sample, print the files' paths. Collective."""
     with collectives.raise_on_all_ranks():
-        model, items, settings = read_sampling(flags)
-    dtype = draw_samples.resolve_dtype(flags.dtype)
+        model, items, settings, placement = read_sampling(flags)
     collectives.init()
-    for line in [*model.lines, *draw_samples.guidance_lines(model.facts, settings)]:
+    for line in [*model.lines, *sampling.guidance_lines(model.facts, settings)]:
         collectives.log0("%s", line)
-    ranks = Ranks.in_groups_of(flags.context_parallel)
-    files = draw_samples.sample(model, items, flags.output, settings, flags.seed, dtype, ranks)
+    sharers = flags.context_parallel
+    placement, _ = choose(placement, [model.folder], settings, 1, sharers)
+    ranks = Ranks.in_groups_of(sharers)
+    files = draw_samples.sample(model, items, flags.output, settings, flags.seed, placement, ranks)
     collectives.show(*files)
     collectives.destroy()
 
 
-def read_sampling(flags: SampleFlags) -> tuple[Candidate, list[PromptItem], draw_samples.Sampling]:
-    """Check the flags; return the pipeline, what to sample and how; raises ConfigError with every problem."""
-    problems, items = draw_samples.number_problems("sample", vars(flags)), []
+def read_sampling(flags: SampleFlags) -> tuple[Candidate, list[PromptItem], sampling.Sampling, Placement]:
+    """Check the flags; return the pipeline, what to sample, how and where; ConfigError has every problem."""
+    problems, items = sampling.number_problems("sample", vars(flags)), []
     problems += folder_problems("output", flags.output) or draw_samples.output_problems(flags.output)
     with collecting(problems):
         items = read_items(flags.prompts, flags.image or [], flags.last_image or [])
@@ -41,24 +44,25 @@ def read_sampling(flags: SampleFlags) -> tuple[Candidate, list[PromptItem], draw
         model = read_candidate(flags.model, flags.lora or [], flags.strength)
         folder = model.folder
         facts, trained, usual = model.facts, model.trained, folder.usual
-        settings = draw_samples.Sampling(
+        settings = sampling.Sampling(
             height=flags.height or facts.height or usual.height,
             width=flags.width or facts.width or usual.width,
             num_frames=flags.num_frames or facts.num_frames or folder.shortest,
-            steps=flags.steps or (trained.steps if trained else draw_samples.STEPS),
+            steps=flags.steps or (trained.steps if trained else sampling.STEPS),
             guidance_scale=flags.guidance_scale,
             guidance_scale_2=flags.guidance_scale_2,
             negative_prompt=flags.negative_prompt,
         )
-        problems += draw_samples.sampling_problems(folder, settings)
+        problems += sampling.sampling_problems(folder, settings)
         problems += image_problems(folder, items, by_flag=bool(flags.image)) if items else []
         size = settings.height, settings.width, settings.num_frames
-        heads = {"The pipeline": folder.config.num_attention_heads}
-        patches = {size: folder.tokens(*size)}
-        problems += division_problems(
-            "sample", flags.context_parallel, collectives.world_size(), heads, patches
-        )
+        world = collectives.world_size()
+        with collecting(problems):
+            placement = read_placed(flags.teacher_deepspeed_config, flags.dtype, [folder], world)
+            heads = {"The pipeline": folder.config.num_attention_heads} if not placement.on_one_rank else {}
+            patches = {size: folder.tokens(*size)}
+            problems += division_problems("sample", flags.context_parallel, world, heads, patches)
         problems += inside_problems("output", flags.output, {"model": folder.path})
     if problems := problems or frame_problems(folder, reader_of(model.facts, folder), items, Size(*size)):
         raise ConfigError(*problems)
-    return model, items, settings
+    return model, items, settings, placement

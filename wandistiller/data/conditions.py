@@ -39,15 +39,17 @@ def text_fingerprint(folder: Folder, dtype: torch.dtype) -> str:
 class TextCache:
     """Encoded prompts on disk, looked up by prompt."""
 
-    def __init__(self, cache: Path, folder: Folder, device: torch.device):
+    def __init__(self, cache: Path, folder: Folder, device: torch.device, dtype: torch.dtype | None = None):
         """Name the cache's folder; nothing is read or written yet.
 
         Args:
             folder: the pipeline whose `text_encoder` and `tokenizer` are used.
             device: where they compute: in float32 on the CPU, in bfloat16 on an accelerator.
+            dtype: of the networks that are given the texts; float32 is the text encoder's too then.
         """
         self._cache, self._folder, self._device = cache, folder, device
-        self._dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        is_exact = device.type == "cpu" or dtype is torch.float32
+        self._dtype = torch.float32 if is_exact else torch.bfloat16
         self.fingerprint = text_fingerprint(folder, self._dtype)
         self._tensors = TensorCache(cache / "text" / self.fingerprint)
 
@@ -120,10 +122,20 @@ class Conditions:
     """The conditioning of samples, and the text of prompts, on disk."""
 
     def __init__(
-        self, cache: Path, folder: Folder, device: torch.device, reader: MediaReader, samples_per_file: int
+        self,
+        cache: Path,
+        folder: Folder,
+        device: torch.device,
+        reader: MediaReader,
+        samples_per_file: int,
+        dtype: torch.dtype | None = None,
     ):
-        """Name the caches' folders; nothing is read or written yet. Encoders compute on `device`."""
-        self.text = TextCache(cache, folder, device)
+        """Name the caches' folders; nothing is read or written yet. Encoders compute on `device`.
+
+        Args:
+            dtype: as in `TextCache`.
+        """
+        self.text = TextCache(cache, folder, device, dtype)
         self._folder, self._device, self._reader = folder, device, reader
         parts = digest(fingerprint(folder.given_frames_parts), folder.config.given_places)
         unusable = cache / "frames" / "reasons.json"

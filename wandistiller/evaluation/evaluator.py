@@ -22,12 +22,15 @@ from wandistiller.distributed.round_robin import batched, number_of_rounds, roun
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.evaluation.candidates import reader_of
 from wandistiller.evaluation.clip import Clip
-from wandistiller.evaluation.draw_samples import Sampling
 from wandistiller.evaluation.metrics import FEATURES, METRICS, DrawnBatch, Features, Metric
-from wandistiller.evaluation.pipelines import DiffusersPipeline, PeakMemory, PlacedTeacher
+from wandistiller.evaluation.pipelines import OTHERS, PeakMemory, PlacedPipeline, base_of
+from wandistiller.evaluation.sampling import Sampling
 from wandistiller.evaluation.velocity_error import SAMPLES, Band, bands, states_in
 from wandistiller.network.folder import Folder
+from wandistiller.teacher.base import Teacher
+from wandistiller.teacher.build import keeps_beside
 from wandistiller.teacher.placements.base import Placement
+from wandistiller.teacher.teacher_json import with_keys
 from wandistiller.tiny import clips, first_frames, shapes
 from wandistiller.tiny.blotches import are_scenes
 from wandistiller.utils.errors import ConfigError
@@ -49,12 +52,11 @@ class Evaluation:
     seed: int
     batch: int
     """Prompts sampled at once; ranks share whole batches, so a sample does not depend on their number."""
-    dtype: torch.dtype
     quick: bool
     """Draw each prompt once, not twice from different seeds."""
     clip: Path | None
-    placement: Placement | None
-    """DeepSpeed JSON of the teacher's placement; None is a WanPipeline on every rank."""
+    placement: Placement
+    """Of both; a student that is not the teacher with LoRA files has unquantised weights."""
     numbers: tuple[int, ...] = ()
     """Numbers of sampling steps at which both are drawn beside their own."""
     facts: Facts
@@ -148,7 +150,8 @@ class Evaluator:
         self._ranks, self._device = ranks, collectives.device()
         negative = settings.teacher_sampling.negative_prompt or ""
         cache, reader = settings.output / "cache", settings.reader
-        self._conditions = Conditions(cache, settings.teacher, self._device, reader, samples_per_file=1)
+        how = {"samples_per_file": 1, "dtype": settings.placement.engine.dtype}
+        self._conditions = Conditions(cache, settings.teacher, self._device, reader, **how)
         self._conditions.text.fill([*settings.prompts, negative])
         unusable = self._conditions.fill_frames(settings.samples)
         usable = [s.item for s in settings.samples if self._conditions.key(s).frames not in unusable]
@@ -160,12 +163,13 @@ class Evaluator:
         """Those given, without the items whose frames cannot be used."""
         self._samples = settings.samples
         self._scenes = settings.scenes
-        self._null_LD = self._conditions.text[negative]
         self._vae = settings.teacher.load_vae(self._device)
         self._clip = Clip(settings.clip, self._device) if settings.clip else None
         self._batches = batched(list(range(len(settings.prompts))), settings.batch)
         """Numbers of the prompts."""
         self._bands = bands(settings.teacher.boundary, settings.student.boundary)
+        self._base: Teacher | None = None  # the teacher, whose weights the student has too
+        self._before: PeakMemory | None = None  # of that
         self._x0: list[Tensor] = []  # of the teacher, by batch
         self._targets: dict[tuple[int, Band], Tensor] = {}  # its velocities, on the CPU
 
@@ -173,35 +177,34 @@ class Evaluator:
         """Sample; store the guided velocities on the samples of its own number of steps."""
         s, memory = self.settings, PeakMemory()
         with memory.running():
-            side = s.teacher, s.teacher_sampling
-            if s.placement is None:
-                candidate = DiffusersPipeline(
-                    *side, self._null_LD, s.dtype, reader=s.reader, ranks=self._ranks
-                )
-            else:
-                candidate = PlacedTeacher(*side, self._conditions, s.placement, self._vae, ranks=self._ranks)
+            candidate = self._placed(s.teacher, s.teacher_sampling, s.placement)
         drawn, self._x0 = self._draw("teacher", candidate, memory, s.teacher_sampling.steps)
         velocity = self._counted("teacher: velocity error", candidate)
         for index, chunk, _ in round_robin(self._batches, self._ranks):
             for band in self._bands:
                 self._targets[index, band] = velocity(self._state(index, chunk, band)).cpu()
         error = None
-        if s.placement and s.placement.weights:  # of the first samples, the same for all ranks
+        if s.placement.weights:  # of the first samples, the same for all ranks
             x0_BCFHW = collectives.broadcast_object(self._x0[0][:SAMPLES].clone()).to(self._device)
             samples = [self._samples[i] for i in self._batches[0][:SAMPLES]]
             conditioning = self._conditions.of(samples).to(self._device)
             error = candidate.quantization_error(x0_BCFHW, conditioning, s.seed)
-        candidate.close()
+        if self._is_base:
+            self._base, self._before = candidate.network, memory
+        else:
+            candidate.close()
         return CandidateResult(drawn, memory.peak_gib(), error)
 
     def student(self) -> tuple[CandidateResult, dict[int, Tensor]]:
         """Sample, and compare velocities: squares_S2 of error and target per band, by the prompt's number."""
-        s, memory, errors = self.settings, PeakMemory(), {}
+        s, memory, errors = self.settings, PeakMemory(self._before), {}
         with memory.running():
-            side = s.student, s.student_sampling
-            candidate = DiffusersPipeline(
-                *side, self._null_LD, s.dtype, s.facts, reader=s.reader, ranks=self._ranks
-            )
+            base = self._base or base_of(s.student, s.placement, self._ranks)
+            # beside LoRA files weights are as in training; without a base in memory they are exact
+            placement = s.placement if base else with_keys(s.placement, weights=None)
+            # the text of that prompt is there, and unused without guidance
+            sampling = replace(s.student_sampling, negative_prompt=s.teacher_sampling.negative_prompt)
+            candidate = self._placed(s.student, sampling, placement, s.facts, base)
         drawn, _ = self._draw("student", candidate, memory, s.student_sampling.steps)
         velocity = self._counted("student: velocity error", candidate)
         for index, chunk, counts in round_robin(self._batches, self._ranks):
@@ -214,15 +217,35 @@ class Evaluator:
                 squares.append(torch.stack([t.double().square().flatten(1).sum(1) for t in both], dim=1))
             if counts:
                 errors |= dict(zip(chunk, torch.stack(squares, dim=1), strict=True))
+        candidate.close()
         return CandidateResult(drawn, memory.peak_gib()), errors
 
-    def _counted(self, name: str, candidate: DiffusersPipeline | PlacedTeacher) -> Callable[[State], Tensor]:
+    def _placed(
+        self,
+        folder: Folder,
+        sampling: Sampling,
+        placement: Placement,
+        facts: Facts = OTHERS,
+        base: Teacher | None = None,
+    ) -> PlacedPipeline:
+        """Load a side; both have the teacher's text encoder and VAE."""
+        given = self._conditions, placement, self._vae, facts, base
+        return PlacedPipeline(folder, sampling, *given, ranks=self._ranks)
+
+    @property
+    def _is_base(self) -> bool:
+        """True if the student is the teacher's weights with LoRA files beside them."""
+        s = self.settings
+        is_same = s.student.path == s.teacher.path and not s.teacher.added
+        return is_same and keeps_beside(s.student, s.placement)
+
+    def _counted(self, name: str, candidate: PlacedPipeline) -> Callable[[State], Tensor]:
         """Return the candidate's velocity, whose calls on the samples of all batches a bar counts."""
         calls = number_of_rounds(self._batches, self._ranks) * len(self._bands)
         return Progress(name, calls).counting(candidate.velocity)
 
     def _draw(
-        self, what: str, candidate: DiffusersPipeline | PlacedTeacher, memory: PeakMemory, own_steps: int
+        self, what: str, candidate: PlacedPipeline, memory: PeakMemory, own_steps: int
     ) -> tuple[dict[int, Drawn], list[Tensor]]:
         """Sample in each number of steps, the candidate's own first.
 
@@ -236,7 +259,7 @@ class Evaluator:
         return {own_steps: drawn} | in_others, own_x0
 
     def _draw_in(
-        self, steps: int, what: str, candidate: DiffusersPipeline | PlacedTeacher, memory: PeakMemory
+        self, steps: int, what: str, candidate: PlacedPipeline, memory: PeakMemory
     ) -> tuple[Drawn, list[Tensor]]:
         """Sample prompt i from seed + i and, unless it is to be quick, once more from another seed."""
         s, drawn, first_x0 = self.settings, Drawn({}, {}, []), []

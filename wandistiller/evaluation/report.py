@@ -181,7 +181,6 @@ def write(settings: Evaluation, result: Evaluated, rows: dict[str, list[Tensor]]
         teacher=settings.teacher.name,
         tables=tables,
         warnings=warnings(result),
-        placed=bool(settings.placement),
     )
     write_json(files["figures"], result)
     with atomic(files["report"]) as temporary:  # at once: whoever reads both finds one evaluation

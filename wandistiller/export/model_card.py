@@ -12,6 +12,7 @@ from huggingface_hub.repocard import metadata_load
 
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.config.start import recorded_stages
+from wandistiller.data.media import LETTERBOX
 from wandistiller.experts import Expert, expert_at
 from wandistiller.export.source import Source, clip, sampler_in_words, without_places, written
 from wandistiller.flow import RENOISE, FlowSchedule
@@ -55,6 +56,13 @@ above before you publish it.
 """
 
 
+CALL = """\
+frames = pipe({image}prompt="a red circle", height={height}, width={width}, num_frames={num_frames}, \
+num_inference_steps={steps},
+              guidance_scale=1.0, output_type="pil").frames[0]
+{save}"""
+
+
 def student_sentence(facts: Facts) -> str:
     layers, n_experts = facts.config.num_layers, len(facts.experts)
     parameters = facts.config.numel * n_experts / 1e6
@@ -74,6 +82,33 @@ def few_steps_sentence(facts: Facts) -> str:
     if len(levels) == 1 or facts.sampler != RENOISE:
         return text + FIXED_STEPS
     return text + FEWER_STEPS + GLOBAL_NOISE
+
+
+def call_in_diffusers(source: Source) -> dict[str, str]:
+    """Return the class of the `pipeline` in diffusers, the `call` that draws, and what it `imports`."""
+    facts, pipeline, helpers, image, more = source.published, "WanPipeline", [], "", ""
+    save = 'frames[0].save("image.png")'
+    if facts.num_frames > 1:
+        helpers.append("export_to_video")
+        save = f'export_to_video(frames, "video.mp4", fps={source.recipe.get("video_fps", 16)})'
+    if facts.image_to_video:
+        helpers.append("load_image")
+        pipeline, image = "WanImageToVideoPipeline", _images(facts)
+        more = "from PIL import Image, ImageOps\n"
+    imports = f"from diffusers.utils import {', '.join(helpers)}\n" if helpers else ""
+    call = CALL.format(**vars(facts), image=image, save=save)
+    return {"pipeline": pipeline, "imports": imports + more, "call": call}
+
+
+def _images(facts: Facts) -> str:
+    """Return the images in the call of an image-to-video pipeline, cut or between bars as in training."""
+    has_bars = facts.fit == LETTERBOX
+    method, colour = ("pad", f", {facts.background!r}") if has_bars else ("fit", "")
+    size = f"({facts.width}, {facts.height})"
+    return "".join(
+        f'{name}=ImageOps.{method}(load_image("{name}.png"), {size}, Image.Resampling.LANCZOS{colour}), '
+        for name in ("image", "last_image")[: len(facts.config.given_places)]
+    )
 
 
 def joined(files: list[str]) -> str:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
-from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.experts import Expert
 from wandistiller.network.config import NetworkConfig
 from wandistiller.network.weight_reader import WeightReader
@@ -180,9 +179,6 @@ class Folder(Protocol):
 
     def load_given_frames(self, device: torch.device) -> Any:
         """Load the encoder of given frames: `encode` makes all of `batch.Conditioning` but the text."""
-
-    def load_pipeline(self, dtype: torch.dtype, ranks: Ranks = ALONE) -> Any:
-        """Load diffusers' stock pipeline, part by part, the VAE in float32; ranks may share its sequences."""
 
     @property
     def text_width(self) -> int:

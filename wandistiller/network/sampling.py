@@ -69,6 +69,8 @@ def denoise(
     steps: int,
     few: FewSteps | None = None,
     new_noise: Callable[[int], Tensor] | None = None,
+    *,
+    level_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, list[tuple[float, Tensor]]]:
     """Sample with the pipeline's scheduler, or as a student of few steps. Collective.
 
@@ -77,6 +79,7 @@ def denoise(
         noise_BCFHW: the starting point, standard normal.
         few: the sampler of a few-step student, in place of `steps` of the pipeline's.
         new_noise: new noise_BCFHW after a call, counted from 0, for a sampler that takes it.
+        level_dtype: of the noise levels that networks are given; float64 for diffusers' timesteps to the bit.
 
     Returns:
         x0_BCFHW, and the path to it: (sigma, x_t_BCFHW) before each step.
@@ -89,7 +92,7 @@ def denoise(
     def predict(sigma: float, boundary: float | None) -> Tensor:
         collectives.raise_if_stop_requested()  # one call for a video may take minutes
         heartbeat()
-        sigma_B = torch.full((len(noise_BCFHW),), sigma, device=noise_BCFHW.device)
+        sigma_B = torch.full((len(noise_BCFHW),), sigma, device=noise_BCFHW.device, dtype=level_dtype)
         expert = expert_at(sigma, boundary)
         state = State(x_t_BCFHW=x_t_BCFHW, sigma_B=sigma_B, conditioning=conditioning, expert=expert)
         with torch.no_grad():

@@ -11,6 +11,7 @@ from wandistiller.engine.zero_memory import Bytes
 from wandistiller.experts import Expert
 from wandistiller.network.activation_memory import activation_bytes, call_bytes, compared_bytes
 from wandistiller.network.config import NetworkConfig
+from wandistiller.network.folder import Folder
 from wandistiller.planner.machine import Machine, Parts, PhasePeak, total
 from wandistiller.planner.student_memory import (
     GATHERED,
@@ -57,7 +58,7 @@ def plan(job: Job, machine: Machine, *, coding: bool = True) -> dict[str, PhaseP
     phases = _Planner(job, machine).phases(coding)
     if machine.device_free is not None:
         return phases
-    return {name: _on_host(phase) for name, phase in phases.items()}
+    return {name: on_host(phase) for name, phase in phases.items()}
 
 
 def activations(job: Job, machine: Machine) -> tuple[int, int]:
@@ -72,7 +73,9 @@ def _in_step(parts: Parts) -> Parts:
     return {use: nbytes for use, nbytes in parts.items() if use.endswith(IN_STEP)}
 
 
-def _on_host(phase: PhasePeak) -> PhasePeak:
+def on_host(phase: PhasePeak) -> PhasePeak:
+    """Return a phase without an accelerator, where all is CPU memory."""
+
     def moved(parts: Parts) -> Parts:
         return {
             use: Bytes(host=b.device + b.transient + b.host, node=b.node, disk=b.disk)
@@ -80,6 +83,39 @@ def _on_host(phase: PhasePeak) -> PhasePeak:
         }
 
     return PhasePeak(moved(phase.lasting), {turn: moved(p) for turn, p in phase.alternatives.items()})
+
+
+def libraries(machine: Machine, sharers: int, process: int = PROCESS) -> Parts:
+    """Memory of a rank beside its tensors.
+
+    Args:
+        sharers: ranks that compute each sample together.
+        process: CPU memory of a rank without an accelerator.
+    """
+    if machine.device_free is None:
+        return {"libraries": Bytes(host=process)}
+    groups = (machine.ranks > 1) + (sharers > 1)  # all ranks; those of a sequence
+    return {"libraries": Bytes(device=CONTEXT + CUBLAS + groups * NCCL, host=CUDA_PROCESS)}
+
+
+def coding_parts(
+    folder: Folder, machine: Machine, call: str, shape: tuple[int, ...], beside: Parts
+) -> tuple[Parts, Parts]:
+    """Memory of the VAE, which comes to an accelerator through CPU memory, and of its call.
+
+    Args:
+        call: `encode` or `decode`; in tiles if it does not fit whole `beside` what is there.
+    """
+    gpu, held = machine.device_free is not None, total(beside)
+    if gpu:
+        room = machine.device_free - reserve(machine.device_free, PIECES) - held.device - held.transient
+    else:
+        room = room_of_a_rank(machine.host_free - held.node, machine.ranks_on_node)
+        room -= held.device + held.transient + held.host
+    need, tiles = folder.vae_need(call, shape, room, accelerator=gpu)
+    use = "VAE's activations, in tiles" if tiles else "VAE's activations"
+    vae = {"VAE": Bytes(device=need.weights, host=need.weights if gpu else 0)}
+    return vae, {use: Bytes(transient=need.work)}
 
 
 class _Planner:
@@ -95,14 +131,11 @@ class _Planner:
         self.samples = job.batch.micro * len(job.objective.kinds)
         """Samples of one forward pass of the student: the states of all terms."""
         self.network = job.networks.first.parameters
+        self.teacher = job.folder.only(job.networks.teacher)
         self.base = self._libraries(PROCESS)
 
     def _libraries(self, process: int) -> Parts:
-        if not self.gpu:
-            return {"libraries": Bytes(host=process)}
-        groups = (self.machine.ranks > 1) + (self.sharers > 1)  # all ranks; those of a sequence
-        nccl = groups * NCCL
-        return {"libraries": Bytes(device=CONTEXT + CUBLAS + nccl, host=CUDA_PROCESS)}
+        return libraries(self.machine, self.sharers, process)
 
     def _teacher(self, samples: int, together: int = 1) -> tuple[Parts, Parts]:
         return teacher_parts(self.job, self.machine, self.latent, samples, together)
@@ -184,14 +217,14 @@ class _Planner:
 
     def _added(self, weights: Parts) -> Parts:
         """Memory of what is added to the teacher's weights as they are read, unless it keeps that."""
-        read = added_parts(self.job, once=self.job.teacher.on_one_rank)
+        read = added_parts(self.teacher, once=self.job.teacher.on_one_rank)
         return {use: nbytes for use, nbytes in read.items() if weights and use not in weights}
 
     def _read_again(self) -> Parts:
         """The same where each rank reads the teacher's weights for its other networks."""
         j = self.job
         copied = j.networks.bases or j.student.init == "teacher" and not j.start
-        return added_parts(j) if copied and not j.networks.share_base else {}
+        return added_parts(self.teacher) if copied and not j.networks.share_base else {}
 
     def _measuring(self) -> Parts:
         """A call of the teacher on whole samples, to measure it at all patches; there is no student yet."""
@@ -331,18 +364,4 @@ class _Planner:
         return {"clips that are drawn": Bytes(host=2 * number * 3 * pixels)}
 
     def _coding(self, call: str, shape: tuple[int, ...], beside: Parts) -> tuple[Parts, Parts]:
-        """Memory of the VAE, which comes to an accelerator through CPU memory, and of its call.
-
-        Args:
-            call: `encode` or `decode`; in tiles if it does not fit whole `beside` what is there.
-        """
-        m, held = self.machine, total(beside)
-        if self.gpu:
-            room = m.device_free - reserve(m.device_free, PIECES) - held.device - held.transient
-        else:
-            room = room_of_a_rank(m.host_free - held.node, m.ranks_on_node)
-            room -= held.device + held.transient + held.host
-        need, tiles = self.job.folder.vae_need(call, shape, room, accelerator=self.gpu)
-        use = "VAE's activations, in tiles" if tiles else "VAE's activations"
-        vae = {"VAE": Bytes(device=need.weights, host=need.weights if self.gpu else 0)}
-        return vae, {use: Bytes(transient=need.work)}
+        return coding_parts(self.job.folder, self.machine, call, shape, beside)

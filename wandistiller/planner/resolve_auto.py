@@ -219,7 +219,9 @@ def pairs(
         weights: format of the teacher's, if it is chosen.
     """
     student, teacher = choose
-    placements = [*_teachers(job, machine, here, weights)] if teacher else [(AS_IS, job.teacher)]
+    placements = [(AS_IS, job.teacher)]
+    if teacher:
+        placements = [*placements_like(job.teacher, machine, here, weights)]
     alone = machine.ranks == 1
     names = [sorted(group, key=lambda name: alone and name != "zero0") for group in STUDENTS]
     groups = [[*_students(job, machine, group, here)] for group in names] if student else [[(AS_IS, [job])]]
@@ -259,12 +261,14 @@ def _micro_batches(job: Job, json: DeepSpeedJson) -> Iterator[Job]:
             yield replace(job, student_engine=student_engine(cut, job.batch.ranks))
 
 
-def _teachers(job: Job, machine: Machine, here: bool, weights: Weights) -> Iterator[tuple[str, Placement]]:
-    """The shipped placements that `machine` may gain from, with the run's own keys, the simplest first.
+def placements_like(
+    given: Placement, machine: Machine, here: bool, weights: Weights
+) -> Iterator[tuple[str, Placement]]:
+    """The shipped placements that `machine` may gain from, with the keys of the given, the simplest first.
 
-    In the run's own format every placement that holds it, in another the shipped JSONs that name it.
+    In its own format every placement that holds it, in another the shipped JSONs that name it.
     """
-    engine, is_same = job.teacher.engine, weights == job.teacher.weights
+    engine, is_same = given.engine, weights == given.weights
     keys = {key for key in Placement.keys() if is_same or key != "weights"}
     block = {key: value for key, value in engine.block.items() if key in keys}
     for name, placement in teachers(engine.precision, machine.topology, None if is_same else weights):

@@ -49,17 +49,35 @@ def teacher_parts(
     Args:
         together: calls that go through the network together.
     """
-    placement, engine, gpu = job.teacher, job.teacher.engine, machine.device_free is not None
+    folder = job.folder.only(job.networks.teacher)
+    batch = samples * max(1, branches(job) // job.teacher.guidance_passes)
+    return placed_parts(folder, job.teacher, machine, latent, batch, sharers_of_a_call(job), together)
+
+
+def placed_parts(
+    folder: Folder,
+    placement: Placement,
+    machine: Machine,
+    latent: tuple[int, ...],
+    batch: int,
+    sharers: int,
+    together: int = 1,
+) -> tuple[Parts, Parts]:
+    """Memory that a pipeline's networks keep, and memory of a call; empty if they cannot be known.
+
+    Args:
+        batch: samples of a call; each counts twice with both branches of guidance.
+        sharers: ranks that compute a sample together.
+        together: as in `teacher_parts`.
+    """
+    engine, gpu = placement.engine, machine.device_free is not None
     if not placement.memory_known:
         return {}, {}
-    folder, sharers = job.folder.only(job.networks.teacher), placement.sharers(machine.topology)
-    held = teacher_bytes(folder, placement, sharers)
-    batch = samples * max(1, branches(job) // placement.guidance_passes)
+    held = teacher_bytes(folder, placement, placement.sharers(machine.topology))
     on_gpu = gpu and not placement.on_cpu
-    sharers = sharers_of_a_call(job)
-    peak, waiting = call_bytes(job.folder.config, engine, latent, batch, accelerator=on_gpu, sharers=sharers)
+    peak, waiting = call_bytes(folder.config, engine, latent, batch, accelerator=on_gpu, sharers=sharers)
     activations = peak + (together - 1) * waiting
-    each = [_on_the_way(row.config, placement) for row in job.networks.teacher.values()]
+    each = [_on_the_way(config, placement) for config in folder.configs.values()]
     unpacked, behind = map(max, zip(*each, strict=True))
     activations += unpacked
     pinned = gpu and engine.offload("param").get("pin_memory")
@@ -70,7 +88,7 @@ def teacher_parts(
     work = Bytes(host=activations) if placement.on_cpu else Bytes(transient=activations)
     late = behind if on_gpu and held.transient else 0  # a single rank's own shards are used where they lie
     arriving = Bytes(transient=held.transient + late)
-    read = added_parts(job) if placement.reads_at_calls else {}
+    read = added_parts(folder) if placement.reads_at_calls else {}
     return {"teacher's weights": weights} | read, {
         "teacher's weights on their way": arriving,
         "a call of the teacher": work,
@@ -85,17 +103,17 @@ def added_sizes(folder: Folder, experts: tuple[Expert, ...]) -> tuple[int, int]:
     return factors, max((len(b) * a.shape[1] for a, b in changes), default=0)
 
 
-def added_parts(job: Job, *, once: bool = False) -> Parts:
-    """CPU memory of LoRA files that are added to the teacher, where its weights are read; float32.
+def added_parts(folder: Folder, *, once: bool = False) -> Parts:
+    """CPU memory of LoRA files that are added to a pipeline, where its weights are read; float32.
 
     Every network's reader has the factors. A weight that is read is there beside its change.
 
     Args:
         once: one rank of a node reads.
     """
-    if not job.folder.added:
+    if not folder.added:
         return {}
-    factors, largest = added_sizes(job.folder, tuple(job.networks.teacher))
+    factors, largest = added_sizes(folder, tuple(folder.configs))
     sizes = {"LoRA files added to the teacher": 4 * factors, "a weight and its change": 2 * 4 * largest}
     return {use: Bytes(node=n) if once else Bytes(host=n) for use, n in sizes.items()}
 

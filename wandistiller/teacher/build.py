@@ -2,19 +2,28 @@
 
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.distributed.shutdown import Stopped
 from wandistiller.experts import Expert
 from wandistiller.network.folder import Folder
-from wandistiller.network.network import Computing, Network
+from wandistiller.network.network import Computing, Network, without_memory
 from wandistiller.network.weight_reader import WeightReader
-from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, OwnerTeacher, Teacher
+from wandistiller.teacher.base import (
+    Guidance,
+    GuidedTeacher,
+    LocalTeacher,
+    OwnerTeacher,
+    Teacher,
+    local_networks,
+)
 from wandistiller.teacher.disk_blocks import Slots, read_by_block
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.utils.errors import ConfigError
@@ -104,6 +113,12 @@ def _around(
         e: Network(module.eval(), folder.configs[e]).prepare(computing=computing)
         for e, module in modules.items()
     }
+    return _guided(networks, placement, guidance, sweeps)
+
+
+def _guided(
+    networks: dict[Expert, Network], placement: Placement, guidance: Guidance | None, sweeps: bool
+) -> Teacher:
     first, *_ = networks.values()
     teacher = LocalTeacher({e: networks.get(e, first) for e in Expert}, _device(placement), sweeps=sweeps)
     if not guidance:
@@ -111,6 +126,37 @@ def _around(
     # its text stays where the batches are, instead of going there at each call
     guidance = replace(guidance, null_text_LD=guidance.null_text_LD.to(collectives.device()))
     return GuidedTeacher(teacher, guidance, placement.guidance_passes)
+
+
+def keeps_beside(folder: Folder, placement: Placement) -> bool:
+    """Return whether LoRA files of a pipeline can be computed beside its weights, in this placement."""
+    return bool(folder.added) and placement.can_be_shared()
+
+
+def beside(
+    base: Teacher, folder: Folder, placement: Placement, guidance: Guidance, ranks: Ranks = ALONE
+) -> Teacher:
+    """Make a pipeline of the weights of `base`, and beside them LoRA files that it lacks: W x + B (A x).
+
+    Quantised weights stay as they are; the files are in the placement's precision.
+    """
+    networks, dtype = {}, placement.engine.dtype
+    for expert, config in folder.configs.items():
+        network = Network.made(config, without_memory(config))
+        network.module.requires_grad_(False)
+        computing = Computing(ranks=ranks, kernels=placement)
+        network.prepare(base=local_networks(base)[expert], computing=computing)
+        for layer, change in folder.added_changes(expert).items():
+            where = _device(placement), config.dtype_of(f"{layer}.weight", dtype)
+            add = partial(_add, *(factor.to(*where) for factor in change))
+            network.module.get_submodule(layer).register_forward_hook(add)
+        network.module.eval()
+        networks[expert] = network
+    return _guided(networks, placement, guidance, placement.sweeps)
+
+
+def _add(a: Tensor, b: Tensor, _: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    return output + linear(linear(inputs[0], a), b)
 
 
 def _device(placement: Placement) -> torch.device:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import AllowInfNan
-from torch import Tensor, nn
+from torch import Tensor
 
 from wandistiller.experts import Expert
 from wandistiller.network.adapters import LowRank
@@ -158,16 +158,6 @@ def added_changes(
         for layer, (a, b) in read_lora(Path(lora.file), config, expert, weights=weights).layers.items():
             changes[layer] = sum_of(changes.get(layer), LowRank(a, b * lora.strength))
     return changes
-
-
-@torch.no_grad()
-def add_changes(network: nn.Module, changes: dict[str, LowRank]) -> None:
-    """Add each change to the weight of its layer, in float32."""
-    for layer, (a, b) in changes.items():
-        weight = network.get_submodule(layer).weight
-        weight.copy_(weight.float() + b @ a)
-        if not weight.isfinite().all():
-            raise ConfigError(NOT_FINITE.format(layer))
 
 
 def sum_of(first: LowRank | None, second: LowRank | None) -> LowRank:

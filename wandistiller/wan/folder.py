@@ -9,7 +9,6 @@ import torch
 from diffusers import SchedulerMixin
 from huggingface_hub import constants
 
-from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.experts import Expert
 from wandistiller.network.folder import Folder, Need, Usual
 from wandistiller.network.weight_reader import WeightReader
@@ -143,12 +142,6 @@ class WanFolder(Folder):
 
     def load_given_frames(self, device: torch.device) -> loaded_components.GivenFramesEncoder:
         return loaded_components.GivenFramesEncoder(self, device)
-
-    def load_pipeline(self, dtype: torch.dtype, ranks: Ranks = ALONE) -> loaded_components.Pipeline:
-        pipeline = loaded_components.load_pipeline(self, dtype)
-        for network in filter(None, (pipeline.transformer, pipeline.transformer_2)):
-            self.config.share_sequences(network, ranks)
-        return pipeline
 
     @property
     def text_width(self) -> int:

@@ -1,33 +1,27 @@
-"""The components of a pipeline with their weights: VAE (pixels <-> latents), text and image encoder, all."""
+"""The components of a pipeline with their weights: VAE (pixels <-> latents), text and image encoder."""
 
 import logging
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 import transformers
 from PIL import Image
 from torch import Tensor
 
-from wandistiller.experts import Expert
 from wandistiller.network.folder import Folder
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.images import to_pil
 from wandistiller.utils.system_memory import amount
 from wandistiller.wan import components
-from wandistiller.wan.added_lora import add_changes, added_changes
 from wandistiller.wan.checks import sound
-from wandistiller.wan.schedulers import scheduler_class
 from wandistiller.wan.text_padding import TEXT_TOKENS
 from wandistiller.wan.vae import FittingVae
 
 log = logging.getLogger("wandistiller")
 CPU = torch.device("cpu")
-Pipeline = "diffusers.WanPipeline | diffusers.WanImageToVideoPipeline"
-"""The stock pipelines of all Wans here; diffusers takes seconds to import them, at their first use."""
 
 
 def load_text_encoder(folder: Path, dtype: torch.dtype, **options: Any) -> "transformers.UMT5EncoderModel":
@@ -62,41 +56,6 @@ def load_image_encoder(folder: Path) -> "transformers.CLIPVisionModel":
     """
     options = {"dtype": torch.float32, "use_safetensors": True}
     return sound(transformers.CLIPVisionModel.from_pretrained(folder, **options), folder)
-
-
-def load_pipeline(wan: Folder, dtype: torch.dtype) -> Pipeline:
-    """Load a pipeline part by part, each of its known class, the VAE in float32; add LoRA files to it.
-
-    Not by its own from_pretrained, which takes a file such as vae/diffusers.py for the code of a component
-    (diffusers 0.42.1).
-    """
-    folder, added, index = wan.path, wan.added, read_json(wan.path / "model_index.json")
-    config = read_json(folder / "scheduler" / "scheduler_config.json")
-    options = {"dtype": dtype, "use_safetensors": True}
-    experts = {
-        part: diffusers.WanTransformer3DModel.from_pretrained(folder / part, **options).eval()
-        for part in ("transformer", "transformer_2")
-        if not components.unused(index.get(part)) and Expert(part) in wan.configs
-    }
-    for part, network in experts.items() if added else ():
-        add_changes(network, added_changes(added, wan.configs[Expert(part)], Expert(part)))
-    if len(experts) == 1:  # under the name that diffusers calls
-        experts = dict(zip(["transformer"], experts.values(), strict=True))
-    image: dict[str, Any] = {}
-    if wan.config.image_dim:
-        image["image_encoder"] = load_image_encoder(folder / "image_encoder")
-        image["image_processor"] = transformers.CLIPImageProcessor.from_pretrained(folder / "image_processor")
-    kind = diffusers.WanImageToVideoPipeline if wan.config.takes_image else diffusers.WanPipeline
-    return kind(
-        tokenizer=components.load_tokenizer(folder / "tokenizer"),
-        text_encoder=load_text_encoder(folder / "text_encoder", dtype),
-        vae=load_vae(folder / "vae"),
-        scheduler=scheduler_class(config["_class_name"]).from_config(config),
-        **experts,
-        **image,
-        boundary_ratio=index.get("boundary_ratio") if len(experts) == 2 else None,  # else None is called
-        expand_timesteps=index.get("expand_timesteps", False),
-    )
 
 
 def offload_kwargs(

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from wandistiller.checkpoint.facts import Facts
@@ -26,7 +25,7 @@ def test_a_student_that_takes_other_inputs_than_its_teacher_is_refused(student: 
         "tiny-i2v:held_out",
     ]
     with pytest.raises(ConfigError, match=f"^{student}: takes other inputs than {teacher}: `takes_image` is"):
-        read_evaluation(read(words)[1], torch.float32, 1)
+        read_evaluation(read(words)[1], 1)
 
 
 def test_a_teacher_whose_weights_have_changed_since_training_is_told(

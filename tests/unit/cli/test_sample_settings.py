@@ -31,7 +31,7 @@ def test_a_student_is_drawn_in_the_size_of_its_training_and_another_pipeline_in_
     student = copy_of(wan1)
     write_json(student / "wandistiller.json", facts)
     given = ["sample", "--model", str(student), "--prompts", "a", "--output", str(tmp_path / "out")]
-    model, _, settings = read_sampling(read([*given, *words.split()])[1])
+    model, _, settings, _ = read_sampling(read([*given, *words.split()])[1])
     usual = model.folder.usual
     found = settings.height, settings.width, settings.num_frames
     assert found == (size or (usual.height, usual.width, 1))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drawing import stock
 from PIL import Image
 from small_wan import IMAGE_FORMS, make_wan
 
@@ -57,7 +58,7 @@ def test_a_row_of_two_images_gives_what_diffusers_prepares_of_them(
     assert made.fill_frames([sample]) == {}
     made.text.fill([sample.item.prompt])
     given = made.of([sample])
-    pipe, (first, last) = both_ends.load_pipeline(torch.float32), map(Image.open, sample.item.images)
+    pipe, (first, last) = stock(both_ends.path), map(Image.open, sample.item.images)
     last = last.crop((SIDE // 2, 0, SIDE // 2 + SIDE, SIDE))  # scaled to cover the size: the middle
     pixels = [pipe.video_processor.preprocess(image, SIDE, SIDE) for image in (first, last)]
     how = {"height": SIDE, "width": SIDE, "num_frames": FRAMES, "dtype": torch.float32}

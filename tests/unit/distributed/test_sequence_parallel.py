@@ -1,7 +1,7 @@
 """Ranks that share sequences: messages about numbers that do not divide, and keys that are checked."""
 
 from wandistiller.distributed.sequence_parallel import division_problems
-from wandistiller.evaluation.draw_samples import number_problems
+from wandistiller.evaluation.sampling import number_problems
 
 
 def test_a_number_of_sharing_ranks_that_does_not_divide_is_named_by_its_setting() -> None:

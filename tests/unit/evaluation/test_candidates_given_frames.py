@@ -57,7 +57,7 @@ def test_images_that_cannot_be_used_are_all_named_before_a_weight_is_read(
     whole.save(tmp_path / "moving.webp", save_all=True, append_images=others)
     (tmp_path / "text.png").write_text("no picture")
     files = [tmp_path / name for name in ("whole.jpg", "half.jpg", "dot.png", "moving.webp", "text.png")]
-    monkeypatch.setattr("wandistiller.wan.loaded_components.load_pipeline", None)  # a call would raise
+    monkeypatch.setattr("wandistiller.evaluation.draw_samples.sample", None)  # a call would raise
     words = ["sample", "--model", wans[A14B], "--prompts", *"abcde", "--image", *files, "--steps", "1"]
     words += "--height 32 --width 64 --num_frames 5 --guidance_scale 1 --output".split()
     assert main([*map(str, words), str(tmp_path / "out")]) == 2
@@ -69,7 +69,7 @@ def test_images_that_cannot_be_used_are_all_named_before_a_weight_is_read(
 def test_a_row_whose_video_is_too_short_is_named_before_a_weight_is_read(
     wans: Wans, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("wandistiller.wan.loaded_components.load_pipeline", None)  # a call would raise
+    monkeypatch.setattr("wandistiller.evaluation.draw_samples.sample", None)  # a call would raise
     (rows := wans.folder / "data" / "clip.jsonl").write_text('{"prompt": "left", "video": "clip.gif"}')
     words = ["sample", "--model", wans[BOTH_ENDS], "--prompts", rows, "--output", wans.folder / "out"]
     words += "--height 32 --width 64 --num_frames 33 --guidance_scale 1 --steps 1".split()

@@ -215,7 +215,7 @@ def test_loras_added_to_the_embedded_teacher_take_the_planned_memory_while_its_w
         most.append(live.most)
         del built
     given = recipe(tmp_path, Path("tiny"), teacher_lora=added)
-    factors, weight = (part.host for part in added_parts(job_of(given)).values())
+    factors, weight = (part.host for part in added_parts(job_of(given).folder).values())
     assert weight == 2 * 4 * 1024 * 128
     assert now[1] - now[0] == (factors if keeps else 0)
     assert most[1] - most[0] == pytest.approx(factors + weight, rel=0.05)

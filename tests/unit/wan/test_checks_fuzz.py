@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from drawing import pixels
 from ranks import edit_json
 
+from wandistiller.evaluation.sampling import Sampling
 from wandistiller.utils.errors import ConfigError
 from wandistiller.wan.pipeline import open_wan
 
@@ -64,10 +65,8 @@ def verdict(folder: Path) -> str:
     """Open, load and use the pipeline: "refused", "works", or the exception that a user would see."""
     try:
         open_wan(str(folder)).require_weights()
-        pipeline = open_wan(str(folder)).load_pipeline(torch.float32)
-        pipeline.set_progress_bar_config(disable=True)
-        size = {"height": 16, "width": 16, "num_frames": 1, "max_sequence_length": 512}
-        pipeline("a cat", num_inference_steps=2, guidance_scale=1.0, output_type="latent", **size)
+        sampling = Sampling(height=16, width=16, steps=2)
+        pixels(open_wan(str(folder)), folder / "cache", ["a cat"], [0], sampling)
     except ConfigError:
         return "refused"
     except Exception as error:
@@ -75,6 +74,7 @@ def verdict(folder: Path) -> str:
     return "works"
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("every", [60, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_folder_with_one_wrong_json_is_refused_or_works_and_never_runs_code(
     every: int, wan2: Path, tmp_path: Path

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
+from drawing import GPU
 from networks import network_of
 from PIL import Image
 from ranks import edit_json
@@ -17,7 +18,8 @@ from states import state
 from wandistiller.batch import Batch, Conditioning
 from wandistiller.data.dataset import PromptItem
 from wandistiller.evaluation.candidates import read_candidate
-from wandistiller.evaluation.draw_samples import Sampling, sample
+from wandistiller.evaluation.draw_samples import sample
+from wandistiller.evaluation.sampling import Sampling
 from wandistiller.experts import Expert
 from wandistiller.flow import FlowSchedule
 from wandistiller.network.sampling import denoise, few_steps
@@ -85,13 +87,12 @@ def test_the_vae_of_48_channels_encodes_to_normalised_latents(five: Path, pipe: 
 
 def drawn(folder: Path, output: Path, **settings: float) -> np.ndarray:
     sampling = Sampling(height=32, width=32, steps=2, **settings)
-    files = sample(
-        read_candidate(str(folder)), [PromptItem("a red circle")], output, sampling, 0, torch.float32
-    )
+    files = sample(read_candidate(str(folder)), [PromptItem("a red circle")], output, sampling, 0, GPU)
     return np.asarray(Image.open(files[0]))
 
 
 # That such a folder has one expert is in test_transformer.py.
+@pytest.mark.usefixtures("one_rank")
 def test_a_converted_wan_with_a_boundary_but_one_transformer_is_sampled_with_that_one(
     wan1: Path, copy_of: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from diffusers import WanTransformer3DModel
+from drawing import stock
 from networks import network_of
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -56,7 +57,7 @@ def given(folder: Path) -> tuple[Conditioning, Tensor, list[Image.Image]]:
 
 
 def test_four_guided_steps_are_those_of_diffusers_pipeline(image_wan: Path) -> None:
-    wan, pipeline = open_wan(str(image_wan)), open_wan(str(image_wan)).load_pipeline(torch.float32)
+    wan, pipeline = open_wan(str(image_wan)), stock(image_wan)
     conditioning, null, frames = given(image_wan)
     noise_BCFHW = torch.randn(1, *wan.latent_shape(SIDE, SIDE, FRAMES))
     networks = {
@@ -102,7 +103,7 @@ def by_hand(network: WanTransformer3DModel, batch: Batch, first_frame_given: boo
 
 def test_a_training_step_has_the_loss_and_gradients_of_diffusers_own_call(image_wan: Path) -> None:
     wan, (conditioning, _, _) = open_wan(str(image_wan)), given(image_wan)
-    network, expands = wan.load_pipeline(torch.float32).transformer, wan.config.expands_time
+    network, expands = stock(image_wan).transformer, wan.config.expands_time
     x0 = torch.randn(1, *wan.latent_shape(SIDE, SIDE, FRAMES))
     batch = with_noise(x0, conditioning, Expert.HIGH_NOISE, [0.7], [(0, "noise")])
     found = {}
@@ -124,7 +125,7 @@ def test_a_training_step_has_the_loss_and_gradients_of_diffusers_own_call(image_
 
 def test_two_samples_at_once_are_those_of_one_each(image_wan: Path) -> None:
     wan, (conditioning, _, _) = open_wan(str(image_wan)), given(image_wan)
-    network = open_wan(str(image_wan)).load_pipeline(torch.float32).transformer
+    network = stock(image_wan).transformer
     x0 = torch.randn(2, *wan.latent_shape(SIDE, SIDE, FRAMES))
     both = conditioning.map(lambda t: torch.cat([t, 0.5 * t]))
     keys = [(0, "a"), (0, "b")]
@@ -155,9 +156,9 @@ def test_given_first_frame_has_no_noise_and_no_velocity(tmp_path: Path) -> None:
     assert torch.equal(batch.noise_BCFHW[:, :, :1], first) and not batch.v_BCFHW[:, :, :1].any()
     torch.testing.assert_close(batch.x_t_BCFHW[:, :, :1], first)
     with torch.no_grad():
-        v_BCFHW = velocity(wan.load_pipeline(torch.float32).transformer, batch)
+        v_BCFHW = velocity(stock(folder).transformer, batch)
         noisy = replace(batch, x_t_BCFHW=batch.x_t_BCFHW + torch.eye(3)[0].view(1, 1, 3, 1, 1))
-        again = velocity(wan.load_pipeline(torch.float32).transformer, noisy)
+        again = velocity(stock(folder).transformer, noisy)
     assert not v_BCFHW[:, :, :1].any() and v_BCFHW[:, :, 1:].any() and torch.equal(v_BCFHW, again)
 
 

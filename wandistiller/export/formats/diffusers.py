@@ -5,9 +5,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from wandistiller.checkpoint.facts import Facts
-from wandistiller.data.media import LETTERBOX
-from wandistiller.export.model_card import HERE, student_sentence, write_card
+from wandistiller.export.model_card import HERE, call_in_diffusers, student_sentence, write_card
 from wandistiller.export.output import ExportFormat, check_folder, replaced
 from wandistiller.export.source import Source
 from wandistiller.flow import EULER
@@ -28,16 +26,10 @@ CARD = """# A Wan student distilled with wandistiller
 ```python
 import torch
 from diffusers import {pipeline}
-from diffusers.utils import export_to_video{load}
-pipe = {pipeline}.from_pretrained("{where}", torch_dtype=torch.bfloat16)
-frames = pipe({image}prompt="a red circle", height={height}, width={width}, num_frames={num_frames}, \
-num_inference_steps={steps},
-              guidance_scale=1.0, output_type="pil").frames[0]
-{save}
+{imports}pipe = {pipeline}.from_pretrained("{where}", torch_dtype=torch.bfloat16)
+{call}
 ```
 """
-SAVE_IMAGE = 'frames[0].save("image.png")'
-SAVE_VIDEO = 'export_to_video(frames, "video.mp4", fps={fps})'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,28 +89,6 @@ def _write_index(teacher: Folder, source: Source, scheduler: str, folder: Path) 
     write_json(folder / "model_index.json", index)
 
 
-def _images(facts: Facts) -> str:
-    """Return the images in the call of an image-to-video pipeline, cut or between bars as in training."""
-    has_bars = facts.fit == LETTERBOX
-    method, colour = ("pad", f", {facts.background!r}") if has_bars else ("fit", "")
-    size = f"({facts.width}, {facts.height})"
-    return "".join(
-        f'{name}=ImageOps.{method}(load_image("{name}.png"), {size}, Image.Resampling.LANCZOS{colour}), '
-        for name in ("image", "last_image")[: len(facts.config.given_places)]
-    )
-
-
 def write_pipeline_card(folder: Path, source: Source, repository: str) -> None:
-    facts, save = source.published, SAVE_IMAGE
-    if facts.num_frames > 1:
-        save = SAVE_VIDEO.format(fps=source.recipe.get("video_fps", 16))
-    call = {"pipeline": "WanPipeline", "load": "", "image": ""}
-    if facts.image_to_video:
-        load = ", load_image\nfrom PIL import Image, ImageOps"
-        call = {"pipeline": "WanImageToVideoPipeline", "load": load, "image": _images(facts)}
-    text = CARD.format(
-        **vars(facts), **call, made=student_sentence(facts), where=repository or HERE, save=save
-    )
-    if save is SAVE_IMAGE:
-        text = text.replace("from diffusers.utils import export_to_video\n", "")
-    write_card(folder, source, "finetune", text)
+    made, where = student_sentence(source.published), repository or HERE
+    write_card(folder, source, "finetune", CARD.format(**call_in_diffusers(source), made=made, where=where))

@@ -11,6 +11,7 @@ import diffusers
 import torch
 from torch import Tensor
 
+from wandistiller.checkpoint.facts import Facts
 from wandistiller.experts import Expert
 from wandistiller.export import model_card
 from wandistiller.export.low_rank import A, Adapter, B, extract
@@ -46,12 +47,26 @@ CARD = """# A Wan LoRA distilled with wandistiller
 For `{base}`, {layers} layers. {rank}. {made_for}
 
 ```python
+import torch
 from diffusers import {classes}
-pipe = {pipeline}.from_pretrained("{base}")
+{imports}dtypes = {{"default": torch.bfloat16, "vae": torch.float32}}
+pipe = {pipeline}.from_pretrained("{base}", torch_dtype=dtypes)
 {scheduler}
 {calls}
+{offload}
+{call}
 ```
+
+These lines need accelerate, a GPU of 24 GB, and CPU memory for the whole pipeline. With less of either use
+`wandistiller sample --lora {lora}`.
 """
+WHOLE = 8_000_000_000
+"""Parameters of a network that has room on a GPU of 24 GB, in bf16 beside its activations."""
+ONE_PART = "pipe.enable_model_cpu_offload()  # one part at a time is on the GPU"
+ONE_LAYER = "pipe.enable_sequential_cpu_offload()  # one layer at a time is on the GPU"
+TILED = 60_000_000
+"""Pixels of all frames from which the VAE decodes in tiles: a whole call takes 270 bytes for each."""
+TILES = "pipe.vae.enable_tiling()"
 LESS = "it keeps {share:.1%} of the difference to the teacher, not the {energy:.1%} asked for"
 ENERGY, RANK = 0.99, 128
 """Usual values of the flags."""
@@ -242,23 +257,27 @@ def comfy_state(adapter: Adapter) -> dict[str, Tensor]:
     return renamed
 
 
-def _scheduler(source: Source) -> dict[str, str]:
-    """The classes to import and the call that sets the pipeline's scheduler."""
+def _offload(facts: Facts) -> str:
+    """Return the lines by which the pipeline takes no more than a GPU of 24 GB has."""
+    lines = [ONE_PART if facts.config.numel < WHOLE else ONE_LAYER]
+    return "\n".join(lines + [TILES] * (facts.height * facts.width * facts.num_frames >= TILED))
+
+
+def _scheduler(source: Source, pipeline: str) -> dict[str, str]:
+    """The classes to import and the call that sets the scheduler of a pipeline of that class."""
     facts = source.facts
-    pipeline = "WanImageToVideoPipeline" if facts.image_to_video else "WanPipeline"
     if not facts.few_steps:
         key = "flow_shift"  # the usual one, if the teacher is gone
         with suppress(ConfigError):
             key = shift_key(source.teacher(weights=False).scheduler_config(facts.shift))
         call = f"pipe.scheduler.from_config(pipe.scheduler.config, {arguments({key: facts.shift})})"
-        return {"classes": pipeline, "pipeline": pipeline, "scheduler": f"pipe.scheduler = {call}"}
+        return {"classes": pipeline, "scheduler": f"pipe.scheduler = {call}"}
     config = few_step_config(facts.shift, facts.steps, facts.sampler or EULER)
     name = config.pop("_class_name")
     lines = [f"pipe.scheduler = {name}({arguments(config)})"]
     if facts.has_boundary:
         lines.append(f"pipe.register_to_config({arguments({'boundary_ratio': facts.boundary})})")
-    classes = f"{name}, {pipeline}"
-    return {"classes": classes, "pipeline": pipeline, "scheduler": "\n".join(lines)}
+    return {"classes": f"{name}, {pipeline}", "scheduler": "\n".join(lines)}
 
 
 def loading_lines(files: list[str], networks: list[Expert]) -> list[str]:
@@ -287,9 +306,13 @@ def write_adapter_card(
     where = repository or (model_card.BESIDE if comfy else model_card.HERE)
     networks = [Expert(name) for name in facts.bases or source.facts.experts]
     calls = loading_lines([f'"{where}", weight_name="{file}"' for file in files], networks)
+    call = model_card.call_in_diffusers(source)
     text = CARD.format(
         base=base,
-        **_scheduler(source),
+        **call,
+        **_scheduler(source, call["pipeline"]),
+        offload=_offload(facts),
+        lora=where,
         layers=facts.config.num_layers,
         rank=rank,
         made_for=model_card.MADE_FOR.format(**written(facts), clip=clip(facts))

@@ -1,0 +1,150 @@
+"""The placement of pipelines that are only sampled: named, or the simplest that fits."""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from wandistiller.data.media import Size
+from wandistiller.distributed import collectives, device
+from wandistiller.engine.ds_config import load
+from wandistiller.engine.ds_schema import BLOCK
+from wandistiller.engine.preflight import config_problems
+from wandistiller.engine.zero_memory import Bytes
+from wandistiller.evaluation.sampling import Sampling, scales
+from wandistiller.network.folder import Folder
+from wandistiller.planner.machine import Demand, Machine, PhasePeak, demands, moments, this_machine
+from wandistiller.planner.peak_memory import coding_parts, libraries, on_host
+from wandistiller.planner.resolve_auto import AS_IS, placements_like
+from wandistiller.planner.teacher_memory import added_parts, added_sizes, placed_parts
+from wandistiller.teacher.build import keeps_beside
+from wandistiller.teacher.placements.base import Placement
+from wandistiller.teacher.quantized import missing_problems
+from wandistiller.teacher.strategies import teacher_file
+from wandistiller.teacher.teacher_json import AUTO, read_placement
+from wandistiller.utils.errors import ConfigError
+
+HELPS = "What helps: fewer frames, a smaller size, more ranks for each sample (--context_parallel)"
+
+
+def read_placed(name: str, dtype: str, folders: Iterable[Folder], world: int) -> Placement:
+    """Read the JSON that places the networks of pipelines.
+
+    Args:
+        name: a shipped JSON's name, or a file.
+        dtype: of the arithmetic; `auto`: the JSON's, or where the placement is `auto` bfloat16 on a GPU and
+            float32 on the CPU.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    json = load(teacher_file(name))
+    if dtype == "auto" and json.section(BLOCK).get("placement") == AUTO:
+        dtype = "bfloat16" if device.on_accelerator() else "float32"
+    placement = read_placement(json.in_precision(None if dtype == "auto" else dtype), world)
+    problems = config_problems(placement.engine) + missing_problems(placement.engine, placement.weights)
+    for folder in folders:
+        problems += placement.teacher_problems(folder.config.top_modules, device.count())
+    if problems:
+        raise ConfigError(*dict.fromkeys(problems))
+    return placement
+
+
+class Choice(NamedTuple):
+    """A placement, and the samples of one call."""
+
+    name: str
+    placement: Placement
+    batch: int
+    needs: list[Demand]
+
+    @property
+    def over(self) -> float:
+        """The bytes that are missing most; 0 and below if it fits."""
+        return max((need.over for need in self.needs), default=0)
+
+    def __str__(self) -> str:
+        needs = " and ".join(map(str, self.needs)) or "memory that is not known"
+        return f"{self.name}, {self.batch} at once: {needs} at most"
+
+
+def choose(
+    placement: Placement, folders: Iterable[Folder], sampling: Sampling, batch: int, sharers: int
+) -> tuple[Placement, int]:
+    """Return the simplest placement that fits, where it is `auto`, and how many samples it draws at once.
+
+    Collective. Where nothing fits, it is what lacks the least memory, and a warning says so.
+
+    Args:
+        folders: pipelines of which one is loaded at a time.
+        batch: the most samples of one call.
+        sharers: ranks that compute each sample together.
+    """
+    is_open = placement.name == AUTO
+    if not is_open and batch == 1:
+        return placement, batch
+    machine, tried = this_machine(Path()), []
+    for choice in choices(placement, folders, sampling, batch, sharers, machine):
+        tried.append(choice)
+        if choice.over <= 0:
+            break
+    best = min(tried, key=lambda choice: choice.over)
+    if best.over > 0:
+        free = " and ".join(need.supply for need in best.needs)
+        text = f"nothing fits surely; free are {free}. {HELPS}."
+        collectives.log0("warning   %s", text, level=logging.WARNING)
+    if is_open or best.batch < batch or best.over > 0:
+        collectives.log0("placed    %s", best)
+    return best.placement, best.batch
+
+
+def choices(
+    placement: Placement,
+    folders: Iterable[Folder],
+    sampling: Sampling,
+    batch: int,
+    sharers: int,
+    machine: Machine,
+) -> Iterable[Choice]:
+    """Yield the placements that `placement` may be, the simplest first, each with ever fewer samples."""
+    candidates = [(AS_IS, placement)]
+    if placement.name == AUTO:
+        candidates = placements_like(placement, machine, True, placement.weights)
+    for name, candidate in candidates:
+        at_once = batch
+        while at_once:
+            needs = _demands(candidate, folders, sampling, at_once, sharers, machine)
+            yield Choice(name, candidate, at_once, needs)
+            at_once //= 2
+
+
+def _demands(
+    placement: Placement,
+    folders: Iterable[Folder],
+    sampling: Sampling,
+    batch: int,
+    sharers: int,
+    machine: Machine,
+) -> list[Demand]:
+    """List what sampling demands: networks are loaded and called, and the VAE decodes beside them."""
+    if not placement.memory_known:
+        return []
+    size = Size(sampling.height, sampling.width, sampling.num_frames)
+    in_one_call = {*scales(sampling).values()} != {1} and placement.guidance_passes == 1
+    phases = {}
+    for number, folder in enumerate(folders):
+        latent = folder.latent_shape(size.height, size.width, size.num_frames)
+        of_call = batch * (1 + in_one_call), 1 if placement.on_one_rank else sharers
+        read, held = added_parts(folder), libraries(machine, sharers)
+        if keeps_beside(folder, placement):
+            numel, _ = added_sizes(folder, tuple(folder.configs))
+            held |= {"LoRA files": Bytes(device=numel * placement.engine.dtype.itemsize)}
+            folder = replace(folder, added=())
+        weights, call = placed_parts(folder, placement, machine, latent, *of_call)
+        held |= weights
+        vae, decode = coding_parts(folder, machine, "decode", (1, *latent), held)
+        read = {use: nbytes for use, nbytes in read.items() if use not in weights}
+        phase = PhasePeak(held | vae, {"loading": read, "call": call, "decode": decode})
+        phases[f"{number}"] = phase if machine.device_free is not None else on_host(phase)
+    return [demand for demand in demands(moments(phases), machine) if demand.need]
