@@ -109,6 +109,24 @@ def test_of_an_update_that_trains_both_networks_neither_learns_and_the_file_has_
     assert all(s["losses"].keys() == {"dmd2", CRITIC} for s in json.loads(file.read_text())["samples"])
 
 
+def test_samples_of_an_update_that_is_not_finite_do_not_go_on(
+    cache: Path, tmp_path: Path, wan1: Path, one_rank: torch.device
+) -> None:
+    """Each two updates have one half of the prompts; that of the bad one is named in both."""
+    shutil.copytree(cache / "cache", tmp_path / "cache")
+    carried = {"objective": DMD2 | {"critic_updates": 1, "shared": True, "carried": True}}
+    carried |= {"on_nonfinite": "skip", "output_dir": str(tmp_path / "run")}
+    trainer = trainer_of(recipe(tmp_path, wan1, **SETTINGS | carried))
+    finite = []
+    for step in range(4):
+        finite.append(math.isfinite(trainer.train_step(step).loss))
+        assert bool(trainer.samples.carried()) == (finite[-1] and not step % 2)
+    assert sorted([finite[:2], finite[2:]]) == [[False, False], [True, True]]
+    for file in (tmp_path / "run" / "nonfinite").glob("step_*.json"):
+        bad = [s["prompt"] for s in json.loads(file.read_text())["samples"] if s["not_finite"] != []]
+        assert BAD in bad
+
+
 def test_one_loss_that_is_not_finite_spoils_the_gradients_of_all_networks_of_an_update() -> None:
     values = {role: torch.tensor(1.0, requires_grad=True) for role in (STUDENT, CRITIC)}
     losses = {STUDENT: 2 * values[STUDENT], CRITIC: values[CRITIC] + math.inf}
