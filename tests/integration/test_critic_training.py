@@ -180,6 +180,6 @@ def test_samples_that_go_on_are_dealt_to_other_ranks_and_begin_anew_with_other_s
     assert losses(resumed) == pytest.approx(losses(two)[2:], rel=1e-5)
     assert len(list((middle / "carried").iterdir())) == 2 // degree
     assert ("carried   samples of 2 ranks are dealt to 1" in log(resumed)) == (degree == 1)
-    flags = {"seed": 1, "allow_changed": ["seed", "data"], "resume": str(middle)}
-    anew = trained(folder, wan2, f"{name}_3", 1, **more | flags)
+    flags = "--resume", str(middle), "--allow_changed", "seed", "data"
+    anew = train(folder, wan2, f"{name}_3", *flags, ranks=1, **SETTINGS | more, seed=1)
     assert "carried   samples begin anew, with another data, seed" in log(anew) and len(losses(anew)) == 2
