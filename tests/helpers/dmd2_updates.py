@@ -10,7 +10,8 @@ from wandistiller.batch import STUDENT, Conditioning, Prediction, State
 from wandistiller.data.cached_dataset import MicroBatches
 from wandistiller.engine.batch_size import BatchSize
 from wandistiller.flow import FewSteps, FlowSchedule
-from wandistiller.objectives.dmd2 import CRITIC, Dmd2, Rollout, drawn
+from wandistiller.objectives.dmd2 import CRITIC, Dmd2
+from wandistiller.objectives.rollout import Rollout, drawn
 from wandistiller.objectives.script import TEACHER, Loss, Slope
 
 SHAPE = (2, 1, 4, 4)

@@ -14,8 +14,8 @@ from wandistiller.cli.main import command
 from wandistiller.data import cached_dataset
 from wandistiller.distributed.device import held_memory
 from wandistiller.teacher.loading import Arena
+from wandistiller.training.rollouts import RollOuts
 from wandistiller.training.trainer import Trainer
-from wandistiller.training.update import RollOuts
 from wandistiller.utils.files import write_json
 
 

@@ -49,7 +49,7 @@ RUNS |= {
         ("streamed", STREAMED, JOINT),
         ("files", FILES, DMD2),
         ("files, ahead", FILES, "velocity"),  # of the next update while the adapters are updated
-        ("streamed in 8 bits", INT8, DMD2),
+        ("streamed in 8 bits", INT8, DMD2 | {"shared": True, "carried": True}),
     )
 }
 if has_async_io():

@@ -14,7 +14,8 @@ from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import MicroBatches
 from wandistiller.engine.batch_size import BatchSize
 from wandistiller.experts import Expert
-from wandistiller.objectives.dmd2 import CRITIC, WITH_NOISE, drawn
+from wandistiller.objectives.dmd2 import CRITIC
+from wandistiller.objectives.rollout import WITH_NOISE, Turn, drawn
 from wandistiller.training.prepare import prepare
 from wandistiller.training.trainer import Trainer
 from wandistiller.wan.transformer import renew_rope, velocity
@@ -104,6 +105,8 @@ class PlainDmd2:
         self.job, self.dmd2 = job, job.objective.terms[0]
         self.teacher, self.student = networks(job)
         _, self.critic = networks(job)
+        self.following: torch.Tensor | None = None
+        """States after the last call that learned, if samples go on from update to update."""
         data, conditions, _ = prepare(job)
         total, self.null_LD = job.batch.total, conditions.text[""]
         self.source = MicroBatches(data, job.schedule, BatchSize(total, 1, total), (16, 1, 4, 4))
@@ -123,21 +126,29 @@ class PlainDmd2:
         alone = self.dmd2.critic_updates - self.dmd2.shared
         first = self.dmd2.critic_warmup + step * (alone + 1)
         critic = [self.update_critic(first + k) for k in range(alone)]
-        student, *joint = self.update_student(first + alone)
+        call, turn = step % self.dmd2.steps, None
+        if self.dmd2.carried:
+            turn = Turn(call, first + alone - call * (alone + 1))
+        student, *joint = self.update_student(first + alone, turn)
         return student, statistics.mean(critic + joint)
 
-    def sampled(self, update: int, compare: str = WITH_NOISE) -> tuple[State, torch.Tensor]:
+    def sampled(
+        self, update: int, compare: str = WITH_NOISE, turn: Turn | None = None
+    ) -> tuple[State, torch.Tensor]:
         """Sample up to a drawn call; return the noise for the samples, at its level, and x0 of that call.
 
         The noise of those on the path is where the velocity of that call comes from.
         """
-        start = drawn(self.source, update, 0, compare)
+        start = drawn(self.source, update, 0, compare, turn)
         text_BLD, x = whole(start.conditioning.text_BLD), start.x_t_BCFHW
         levels = [*self.job.schedule.few.sigmas, 0.0][: start.exit + 2]
+        if turn and turn.exit:
+            x, levels = self.following, levels[-2:]
         for sigma, following in pairwise(levels):
             with torch.set_grad_enabled(following == levels[-1]):  # at the drawn call
                 v = self.student(x, torch.full((len(x),), 1000 * sigma), text_BLD).sample
             x, x0, noise = x + (following - sigma) * v, x - sigma * v, x + (1 - sigma) * v.detach()
+        self.following = x.detach() if turn else self.following
         noise = torch.where(start.on_path_B.view(-1, 1, 1, 1, 1), noise, start.renoise.x_t_BCFHW)
         return replace(start.renoise, x_t_BCFHW=noise, conditioning=Conditioning(text_BLD)), x0
 
@@ -151,9 +162,9 @@ class PlainDmd2:
         sample, target = self.renoised(*self.sampled(update))
         return self.learn(self.critic, (velocity(self.critic, sample) - target).square().mean())
 
-    def update_student(self, update: int) -> list[float]:
+    def update_student(self, update: int, turn: Turn | None) -> list[float]:
         """Return the losses of what learned: the student, and the critic if it shares the samples."""
-        noise, x0 = self.sampled(update, self.dmd2.compare)
+        noise, x0 = self.sampled(update, self.dmd2.compare, turn)
         sample, target = self.renoised(noise, x0)
         v_teacher = guided(self.teacher[sample.expert], sample, self.null_LD, SCALES[sample.expert])
         v_critic = velocity(self.critic, sample)

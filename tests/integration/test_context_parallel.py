@@ -31,7 +31,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "trajectory": {"objective": "trajectory"},
     "consistency": {"objective": {"name": "consistency", "intervals": 8, "edges": 2}},
     "dmd2 with heads": {"objective": JUDGED},
-    "shared dmd2 with heads": {"objective": JUDGED | {"shared": True}},
+    "shared dmd2 with heads": {"objective": JUDGED | {"shared": True, "carried": True}},
 }
 """Settings of a recipe by name."""
 QUICK = ["stage 2"]

@@ -13,8 +13,10 @@ from trainers import trainer_of
 
 from wandistiller.planner.time import Passes, passes
 from wandistiller.teacher.base import local_modules
+from wandistiller.training.trainer import Trainer
 
 DMD2 = {"name": "dmd2", "steps": 4, "critic_updates": 2}
+CARRIED = DMD2 | {"critic_updates": 1, "shared": True, "carried": True, "projected": True, "compare": "mixed"}
 RUNS = {
     "adapters on one base": {
         "student_config": {},
@@ -50,20 +52,42 @@ def count(network: nn.Module, counted: Counter, name: str) -> None:
     network.register_forward_hook(learns)
 
 
+def watch(trainer: Trainer) -> Counter:
+    """Count the passes of each network of a run."""
+    counted, (teacher,) = Counter(), local_modules(trainer.teacher)
+    networks = {role: n.module for role, one in trainer.learners.items() for n in one.networks.values()}
+    for name, network in (networks | {"teacher": teacher}).items():
+        count(network, counted, name)
+    return counted
+
+
+def test_a_step_whose_samples_go_on_makes_ten_passes_in_place_of_forty_one(
+    wan1: Path, tmp_path: Path, one_rank: torch.device
+) -> None:
+    """A backward pass counts twice."""
+    engine = student_engine(2, train_micro_batch_size_per_gpu=8)
+    given = {"objective": CARRIED, "guidance_scale": 4.0, "deepspeed_config": engine}
+    given |= RUNS["adapters on one base"] | {"output_dir": str(tmp_path / "run")}
+    trainer = trainer_of(recipe(tmp_path, wan1, **given))
+    counted, planned = watch(trainer), passes(trainer.job)
+    for step in range(2):
+        counted.clear()
+        trainer.train_step(step)
+        found = {role: Passes(*(counted[role, kind] / 8 for kind in Passes._fields)) for role in planned}
+        assert found == {role: pytest.approx(each) for role, each in planned.items()}
+        assert sum(each.forward + 2 * each.backward for each in found.values()) == 10
+
+
 @pytest.mark.parametrize("run", slow_but(["two networks in one update, on one base"], RUNS))
 def test_a_step_of_dmd2_makes_the_planned_passes_for_each_of_its_samples(
     run: str, wan1: Path, tmp_path: Path, one_rank: torch.device
 ) -> None:
     """But for the drawn number of steps, 0 to 3, of which the plan has the mean."""
     given = {"objective": DMD2, "guidance_scale": 4.0, "output_dir": str(tmp_path / "run")} | RUNS[run]
-    trainer, counted = trainer_of(recipe(tmp_path, wan1, **given)), Counter()
-    job, learners = trainer.job, trainer.learners
+    trainer = trainer_of(recipe(tmp_path, wan1, **given))
+    job, counted = trainer.job, watch(trainer)
     updates = len(trainer.updates)
     drawn = [next(iter(trainer.samples._draw(u, m).values())).exit for u in range(updates) for m in range(4)]
-    (teacher,) = local_modules(trainer.teacher)
-    networks = {role: network.module for role, one in learners.items() for network in one.networks.values()}
-    for name, network in (networks | {"teacher": teacher}).items():
-        count(network, counted, name)
     trainer.train_step(0)
     planned = passes(job)
     own = planned["student"]

@@ -16,6 +16,7 @@ from wandistiller.objectives.dmd2 import CRITIC
 STEPS = 4
 DMD2 = {"name": "dmd2", "steps": 2, "critic_updates": 2, "critic_lr": 2e-3}
 SHARED = DMD2 | {"shared": True}
+CARRIED = SHARED | {"critic_updates": 1, "carried": True}
 MIXED = {"projected": True, "compare": "mixed"}
 SETTINGS = {"objective": DMD2, "max_steps": STEPS, "save_every": 2}
 SETTINGS |= {"guidance_scale": 4.0, "guidance_scale_2": 3.0}
@@ -42,7 +43,10 @@ def assert_same_curves(output: Path, reference: Path) -> None:
 
 @pytest.mark.parametrize(
     ("objective", "micro"),
-    slow_but([(DMD2, 8), (SHARED | MIXED, 2)], [(DMD2, 8), (SHARED, 8), (SHARED | MIXED, 2)]),
+    slow_but(
+        [(DMD2, 8), (SHARED | MIXED, 2)],
+        [(DMD2, 8), (SHARED, 8), (SHARED | MIXED, 2), (CARRIED, 2), (CARRIED | {"shared": False}, 8)],
+    ),
 )
 def test_losses_and_weights_after_two_steps_of_prompts_alone_equal_those_of_plain_pytorch(
     folder: Path, wan2: Path, one_rank: torch.device, objective: dict[str, Any], micro: int
@@ -142,6 +146,9 @@ def test_a_critic_with_fewer_updates_goes_on_where_the_run_is_in_its_schedule(
         ("shared_joint", [SHARED | {"sampler": "renoise"}, {"name": "consistency", "weight": 3}]),
         ("joint", [DMD2 | {"sampler": "renoise"}, {"name": "consistency", "weight": 3}]),
         ("heads", DMD2 | {"gan": 0.03}),
+        ("carried", CARRIED | MIXED | {"critic_follows": 0.03}),
+        ("carried_heads", DMD2 | {"carried": True, "gan": 0.03, "critic_start": "teacher"}),
+        ("carried_joint", [CARRIED | {"sampler": "renoise"}, {"name": "consistency", "weight": 3}]),
     ],
 )
 def test_its_variants_have_one_loss_curve_and_resume(
@@ -154,3 +161,25 @@ def test_its_variants_have_one_loss_curve_and_resume(
     middle = str(one / "checkpoints" / "step_00000001")
     resumed = trained(folder, wan2, f"{name}_3", 1, resume=middle, **short)
     assert losses(resumed) == losses(one)[1:] and of_critic(resumed) == of_critic(one)[1:]
+
+
+def log(output: Path) -> str:
+    return (output / "logs" / "rank_0.log").read_text()
+
+
+@pytest.mark.parametrize("degree", slow_but([], [1, 2]))
+def test_samples_that_go_on_are_dealt_to_other_ranks_and_begin_anew_with_other_settings(
+    folder: Path, wan2: Path, degree: int
+) -> None:
+    """In the middle of their way: the third of four calls."""
+    more = {"objective": CARRIED | {"steps": 4}, "save_every": 2, "ema": 0.9}
+    name = f"dealt_{degree}"
+    two = trained(folder, wan2, f"{name}_2", 2, **more, context_parallel=degree)
+    middle = two / "checkpoints" / "step_00000002"
+    resumed = trained(folder, wan2, f"{name}_1", 1, resume=str(middle), **more)
+    assert losses(resumed) == pytest.approx(losses(two)[2:], rel=1e-5)
+    assert len(list((middle / "carried").iterdir())) == 2 // degree
+    assert ("carried   samples of 2 ranks are dealt to 1" in log(resumed)) == (degree == 1)
+    flags = "--resume", str(middle), "--allow_changed", "seed", "data"
+    anew = train(folder, wan2, f"{name}_3", *flags, ranks=1, **SETTINGS | more, seed=1)
+    assert "carried   samples begin anew, with another data, seed" in log(anew) and len(losses(anew)) == 2

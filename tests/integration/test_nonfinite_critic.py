@@ -109,6 +109,26 @@ def test_of_an_update_that_trains_both_networks_neither_learns_and_the_file_has_
     assert all(s["losses"].keys() == {"dmd2", CRITIC} for s in json.loads(file.read_text())["samples"])
 
 
+def test_samples_of_an_update_that_is_not_finite_do_not_go_on(
+    cache: Path, tmp_path: Path, wan1: Path, one_rank: torch.device
+) -> None:
+    """Each two updates have the same four of eight prompts."""
+    shutil.copytree(cache / "cache", tmp_path / "cache")
+    carried = {"objective": DMD2 | {"critic_updates": 1, "shared": True, "carried": True}, "max_steps": 16}
+    carried |= {"on_nonfinite": "skip", "output_dir": str(tmp_path / "run")}
+    trainer = trainer_of(recipe(tmp_path, wan1, **SETTINGS | carried))
+    items, micros = trainer.batches.items, range(trainer.job.batch.accumulation)
+    prompts = {u: [item.prompt for m in micros for item in items(u, m)] for u in range(0, 16, 2)}
+    firsts = {BAD not in of_turn: first for first, of_turn in prompts.items()}
+    for is_finite, first in firsts.items():
+        for step in (first, first + 1):
+            assert math.isfinite(trainer.train_step(step).loss) == is_finite
+            assert bool(trainer.samples.carried()) == (is_finite and step == first)
+    reports = [json.loads(file.read_text()) for file in (tmp_path / "run" / "nonfinite").glob("step_*.json")]
+    bad = [{s["prompt"] for s in report["samples"] if "text" in s["not_finite"]} for report in reports]
+    assert bad == [{BAD}, {BAD}] and firsts.keys() == {True, False}
+
+
 def test_one_loss_that_is_not_finite_spoils_the_gradients_of_all_networks_of_an_update() -> None:
     values = {role: torch.tensor(1.0, requires_grad=True) for role in (STUDENT, CRITIC)}
     losses = {STUDENT: 2 * values[STUDENT], CRITIC: values[CRITIC] + math.inf}

@@ -6,13 +6,15 @@ step_00000500/                      or step_00000000_update_00000012/, within a 
   transformer/engine.json           counters, schedule, loss scale of an engine
   transformer/rank_00000.safetensors  the pieces that this rank owns, named KIND/START/PARAMETER
   critic/transformer/               the same of the critic, if there is one
+  carried/rank_00000.safetensors    states of this rank's samples that go on in the student's next update
   frozen/transformer.safetensors    weights that are not trained; a hard link
 """
 
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,7 +22,16 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from wandistiller.checkpoint import manifest
-from wandistiller.checkpoint.loading import AVERAGE, ENGINE, FORMAT, FROZEN, STATE, frozen_file, network_name
+from wandistiller.checkpoint.loading import (
+    AVERAGE,
+    CARRIED,
+    ENGINE,
+    FORMAT,
+    FROZEN,
+    STATE,
+    frozen_file,
+    network_name,
+)
 from wandistiller.checkpoint.safetensors_stream import FileChecksum, Spec, checksum, write_stream
 from wandistiller.distributed import collectives
 from wandistiller.engine.optimizer_state import MasterWeights, read_engine
@@ -43,11 +54,18 @@ class Checkpointer:
         self._frozen: dict[str, FileChecksum] = {}
         self._part_is_done, self._stop = threading.Event(), threading.Event()
 
-    def save(self, learners: dict[str, Learner], step: int, state: dict[str, Any]) -> Path:
+    def save(
+        self,
+        learners: dict[str, Learner],
+        step: int,
+        state: dict[str, Any],
+        carried: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> Path:
         """Write the checkpoint of `step` finished steps. Collective.
 
         Args:
             state: {"identity", "facts", "head_start": updates of it, ...} of the run.
+            carried: states of this rank's samples that go on, by the number of the first in an update.
 
         Raises:
             StorageError: on all ranks; this checkpoint, or the one before, could not be written.
@@ -59,14 +77,18 @@ class Checkpointer:
         folder = manifest.temporary_name(target)
         set_activity(f"saving the checkpoint of step {step}")
         with collectives.raise_on_all_ranks(StorageError):
-            written = self._write(learners, folder, {"format": FORMAT, "step": step, **state})
+            written = self._write(learners, folder, {"format": FORMAT, "step": step, **state}, carried)
         self._part_is_done.clear()
         self._thread = threading.Thread(target=self._commit, args=(folder, target, written), daemon=True)
         self._thread.start()
         return target
 
     def _write(
-        self, learners: dict[str, Learner], folder: Path, state: dict[str, Any]
+        self,
+        learners: dict[str, Learner],
+        folder: Path,
+        state: dict[str, Any],
+        carried: Mapping[int, Tensor],
     ) -> dict[str, FileChecksum]:
         """Write this rank's files; return their checksums by path within `folder`. Collective."""
         networks = {
@@ -93,6 +115,12 @@ class Checkpointer:
                 name = f"{network}/rank_{collectives.rank():05d}.safetensors"
                 specs, tensors = _content(trained, average)
                 written[name] = write_stream(folder / name, specs, tensors)
+            if carried:
+                (folder / CARRIED).mkdir(exist_ok=True)
+                starts = {number * x_BCFHW[0].numel(): x_BCFHW for number, x_BCFHW in carried.items()}
+                specs = [Spec(f"{CARRIED}/{i}/x", x.dtype, x.numel()) for i, x in starts.items()]
+                name = f"{CARRIED}/rank_{collectives.rank():05d}.safetensors"
+                written[name] = write_stream(folder / name, specs, map(torch.flatten, starts.values()))
             if first:
                 engines = {f"{name}/{ENGINE}": read_engine(t) for name, (t, _) in networks.items()}
                 for name, content in (engines | {STATE: state}).items():  # flushed by `_commit`, as all

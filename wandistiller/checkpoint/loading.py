@@ -25,6 +25,8 @@ STATE = "run_state.json"
 ENGINE = "engine.json"
 FROZEN = "frozen"
 """Folder of the weights that are not trained, float32: next to the checkpoints, and by hard links in each."""
+CARRIED = "carried"
+"""Folder, and kind, of the states from which the samples of the student's next update go on."""
 AVERAGE = "average"
 """Kind of tensors: the moving average of the weights."""
 

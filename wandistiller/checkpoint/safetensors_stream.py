@@ -87,6 +87,7 @@ class ShardedTensors:
     def __init__(self, folder: Path):
         self._paths, self._mapped = sorted(folder.glob("rank_*.safetensors")), 0
         self._open()
+        self.files = len(self._files)
         self._pieces: dict[tuple[str, str], list[Piece]] = {}
         for number, file in enumerate(self._files):
             for full in file.keys():

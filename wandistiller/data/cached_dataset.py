@@ -214,10 +214,10 @@ class MicroBatches:
         index_B = self.indices(update, micro)
         return self.schedule.noised(self._data.x0(index_B), self._data.conditioning(index_B), index_B, update)
 
-    def noised_as(self, like: State, update: int, micro: int) -> Batch:
-        """Return cached latents of the same prompts at the noise levels of `like`."""
-        index_B = self.indices(update, micro)
-        return self.schedule.noised_as(like, self._data.x0(index_B), index_B, update)
+    def noised_as(self, like: State, update: int, micro: int, begun: int) -> Batch:
+        """Return cached latents of `like`'s prompts, those of the update `begun`, at its noise levels."""
+        x0_BCFHW = self._data.x0(self.indices(begun, micro))
+        return self.schedule.noised_as(like, x0_BCFHW, self.indices(update, micro), update)
 
     def on_path(self, update: int, micro: int) -> Batch:
         index_B = self.indices(update, micro)

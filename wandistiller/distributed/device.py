@@ -5,6 +5,7 @@ functions for all kinds (torch.accelerator, torch.get_device_module); AMD's ROCm
 """
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,6 +50,11 @@ def count() -> int:
 def make_current() -> None:
     if on_accelerator():
         torch.accelerator.set_device_index(local_rank())
+
+
+def worker(name: str) -> ThreadPoolExecutor:
+    """Make a thread for one task after the other on this rank's device, which CUDA keeps for each thread."""
+    return ThreadPoolExecutor(1, name, initializer=make_current)
 
 
 def name() -> str:

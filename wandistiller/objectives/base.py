@@ -73,6 +73,11 @@ class Role(NamedTuple):
     is_shared: bool = False
     """The last of its updates is the student's too: one script, on the same samples, trains both."""
 
+    @property
+    def updates_alone(self) -> int:
+        """Its updates before each of the student's, but for one that it shares."""
+        return self.updates - self.is_shared
+
 
 class Limit(NamedTuple):
     """A number of an objective that is above a limit when training fails."""
@@ -176,12 +181,23 @@ class Term:
         """
         return {self.states: source.noised(update, micro)}
 
+    def begun(self, role: str, update: int, schedule: FlowSchedule) -> int:
+        """Return the update whose prompts a role's update has: an earlier one if its samples go on."""
+        return update
+
     def roll_out(
-        self, role: str, states: dict[str, State], schedule: FlowSchedule
+        self,
+        role: str,
+        states: dict[str, State],
+        schedule: FlowSchedule,
+        carried_BCFHW: Tensor | None = None,
     ) -> Generator[Ask, Prediction, dict[str, State]]:
         """Sample with the student from what `draw` drew; return the states that `script` begins with.
 
         It asks the student alone, whose weights are the same in all updates of a step.
+
+        Args:
+            carried_BCFHW: states to go on from, which the loss of the role's last update had.
         """
         yield from ()
         return states

@@ -1,7 +1,7 @@
 """DMD2: the student's own samples, by backward simulation, move to where the teacher's are likelier."""
 
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -12,11 +12,11 @@ from torch.nn.functional import cosine_similarity, softplus
 from wandistiller.batch import STUDENT, Prediction, State, to_device
 from wandistiller.data.cached_dataset import MicroBatches
 from wandistiller.experts import Expert
-from wandistiller.flow import EULER, RENOISE, FewSteps, FlowSchedule, clean, path
+from wandistiller.flow import EULER, RENOISE, FewSteps, FlowSchedule, clean
 from wandistiller.objectives.base import SATURATION, TO_DATA, Aim, Limit, Role, RunFacts, Term, mean_square
+from wandistiller.objectives.rollout import WITH_NOISE, Renoised, Rollout, Turn, drawn, renoised
 from wandistiller.objectives.script import TEACHER, Ask, Learn, Loss, Script, Slope
 from wandistiller.utils.errors import RECIPE, Problem
-from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.utils.validation import NotNegative, Positive, Share
 
 CRITIC = "critic"
@@ -25,10 +25,6 @@ ROLLOUT, REAL, HEADS = "generated", "real", "heads"
 """Kinds of states: the student's own, cached latents with noise. Row of the losses of the critic's heads."""
 HEADS_WEIGHT = 0.01
 """Of the heads' loss in the critic's: it hardly moves the critic itself. Source: DMD2's settings for SDXL."""
-RENOISED = (0.02, 0.98)
-"""Noise levels at which a student's samples are compared; nearer to 0 and 1 scores say little."""
-WITH_NOISE, ON_PATH, MIXED = "noise", "path", "mixed"
-"""Where a student's samples are compared: with new noise, on its own Euler step, or half of them on each."""
 LEAST, LEAST_SUM = 1e-4, 1e-8
 """Least divisors: of the gradient, and of its part along the critic's residual."""
 LAGS = (
@@ -39,117 +35,6 @@ LAGS = (
 GROWN = "The gradient that moves the samples has grown to {value:.2f} times its start."
 PARTED = "Critic and teacher have parted: the gap of their velocities is {value:.2f} times its start's."
 LOWER, START = "Lower the student's `lr`, from an earlier checkpoint.", "at the start of the run"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout(State):
-    """A state of the student's sampling from pure noise, at first the noise itself."""
-
-    exit: int
-    """Calls of the student before the one that learns; equal on all ranks for one micro-step."""
-    renoise: State
-    """Noise for the samples, its level, where they are compared, and the teacher's expert for it."""
-    on_path_B: Tensor
-    """True for samples that are compared on the student's own Euler step, without the noise of `renoise`."""
-    new_noise: tuple[Tensor, ...] = ()
-    """Noise for the state after each call before `exit`, for a sampler that takes new noise."""
-    end: float = 0.0
-    """Noise level to which the samples lead: 0, or an expert's hand-over to the next."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Renoised(State):
-    """Samples of the student's at a noise level."""
-
-    x0_BCFHW: Tensor
-    """Its prediction of clean latents."""
-    target_BCFHW: Tensor
-    """The velocity dx_t/dt of the path to those samples, which the critic learns."""
-
-
-def drawn(source: MicroBatches, update: int, micro: int, compare: str = WITH_NOISE) -> Rollout:
-    """Draw the noise that the student samples from, its calls, and where its samples are compared.
-
-    Args:
-        compare: WITH_NOISE, ON_PATH or MIXED.
-    """
-    schedule, index_B = source.schedule, source.indices(update, micro)
-    conditioning = source.conditioning(update, micro)
-    exits = schedule.exits()
-    exit_ = exits[int(schedule.uniform("exit", update, 0) * len(exits))]
-    end = schedule.handover if schedule.trained is Expert.HIGH_NOISE else 0.0
-    renewed = exit_ if schedule.few.sampler == RENOISE else 0
-    # the names are part of the random numbers' keys
-    start_BCFHW, noise_BCFHW, *new_noise = (
-        torch.stack([keyed_normal(source.latent, schedule.seed, kind, update, i) for i in index_B])
-        for kind in ("start", "judged noise", *(f"fresh {call}" for call in range(renewed)))
-    )
-    expert = schedule.draw_expert(update, None if compare == WITH_NOISE else exit_)
-    least, most = RENOISED
-    sigmas, on_path = [], [_is_on_path(compare, schedule, i) for i in index_B]
-    for i, is_on_path in zip(index_B, on_path, strict=True):
-        sigma = schedule.draw_sigma(expert, update, i, exit_ if is_on_path else None)
-        sigmas.append(min(max(sigma, least if is_on_path else end + least), most))
-    sigma_B = to_device(torch.tensor(sigmas, dtype=torch.float32), device := conditioning.text_BLD.device)
-    start_BCFHW, noise_BCFHW, *new_noise = (
-        conditioning.with_given(to_device(t, device)) for t in (start_BCFHW, noise_BCFHW, *new_noise)
-    )
-    return Rollout(
-        x_t_BCFHW=start_BCFHW,
-        sigma_B=torch.ones_like(sigma_B),
-        conditioning=conditioning,
-        expert=schedule.few.expert(0),
-        exit=exit_,
-        renoise=State(x_t_BCFHW=noise_BCFHW, sigma_B=sigma_B, conditioning=conditioning, expert=expert),
-        new_noise=tuple(new_noise),
-        end=end,
-        on_path_B=to_device(torch.tensor(on_path), device),
-    )
-
-
-def _is_on_path(compare: str, schedule: FlowSchedule, sample_index: int) -> bool:
-    """Return whether a sample is compared on the path; of MIXED one of two with consecutive indices."""
-    if compare == MIXED:  # drawn for each pair: the indices of all of the student's updates may be odd
-        return (sample_index + int(2 * schedule.uniform("compared", sample_index // 2))) % 2 == 0
-    return compare == ON_PATH
-
-
-def renoised(batch: Rollout, v_BCFHW: Tensor) -> Renoised:
-    """Return the samples to which the student's velocity leads, noised to where they are compared.
-
-    Samples x_s at a noise level s = `batch.end` above 0 are noised to t > s by the rest of the path:
-    x_t = a x_s + b eps, a = (1 - t) / (1 - s), b^2 = t^2 - a^2 s^2, and so
-    dx_t/dt = -x_s / (1 - s) + (t + (1 - t) s^2 / (1 - s)^2) eps / b.
-
-    Those on the path, the line from x_k along the student's velocity v, need no noise: x_t = x_k + (t - k) v.
-
-    Sources: phased distribution matching, Fan et al. 2025, arXiv:2510.27684; on the path, Wang et al. 2026,
-    arXiv:2609.35768.
-    """
-    at, s = batch.renoise, batch.end
-    noise_BCFHW, x0_BCFHW = at.x_t_BCFHW, clean(batch.x_t_BCFHW, v_BCFHW, batch.sigma_B)
-    if not s:
-        x_t_BCFHW, target_BCFHW = path(x0_BCFHW, noise_BCFHW, at.sigma_B), noise_BCFHW - x0_BCFHW
-    else:
-        t_B1111, from_B1111 = (sigma_B.view(-1, 1, 1, 1, 1) for sigma_B in (at.sigma_B, batch.sigma_B))
-        x_s_BCFHW = batch.x_t_BCFHW + (s - from_B1111) * v_BCFHW
-        a_B1111 = (1 - t_B1111) / (1 - s)
-        b_B1111 = (t_B1111**2 - (a_B1111 * s) ** 2).sqrt()
-        x_t_BCFHW = a_B1111 * x_s_BCFHW + b_B1111 * noise_BCFHW
-        growth_B1111 = (t_B1111 + a_B1111 * s**2 / (1 - s)) / b_B1111
-        target_BCFHW = growth_B1111 * noise_BCFHW - x_s_BCFHW / (1 - s)
-    on_path_B1111 = batch.on_path_B.view(-1, 1, 1, 1, 1)
-    on_path_BCFHW = clean(batch.x_t_BCFHW, v_BCFHW, batch.sigma_B - at.sigma_B)
-    x_t_BCFHW = torch.where(on_path_B1111, on_path_BCFHW, x_t_BCFHW)
-    target_BCFHW = torch.where(on_path_B1111, v_BCFHW, target_BCFHW)
-    return Renoised(
-        x_t_BCFHW=x_t_BCFHW,
-        sigma_B=at.sigma_B,
-        conditioning=at.conditioning,
-        expert=at.expert,
-        x0_BCFHW=x0_BCFHW,
-        target_BCFHW=target_BCFHW,
-    )
 
 
 def realism(prediction: Prediction) -> Tensor:
@@ -253,6 +138,9 @@ class Dmd2(Term):
     """Share of the way that the critic's weights go to the student's after each of the student's updates."""
     shared: bool = False
     """The critic's last update is made with the student's, by the pass that judges the student's samples."""
+    carried: bool = False
+    """The student's samples go on from one of its updates to the next, a call in each, and begin anew at the
+    end; the critic's own updates sample from noise."""
     projected: bool = False
     """The gradient that moves the samples loses its part along the critic's residual there."""
     compare: Literal["noise", "path", "mixed"] = WITH_NOISE
@@ -306,16 +194,39 @@ class Dmd2(Term):
             texts.append(f'{whole}, but {parts}. Write `critic_start` "student".')
         return texts
 
+    def _turn(self, role: str, update: int, schedule: FlowSchedule) -> Turn | None:
+        """Return the place of an update in roll-outs that go on; it is the same for all of its samples."""
+        if role != STUDENT or not self.carried:
+            return None
+        exits, (critic,) = schedule.exits(), self.roles
+        every = critic.updates_alone + 1
+        place = (update - critic.warmup) // every % len(exits)
+        return Turn(exits[place], update - every * place)
+
+    def begun(self, role: str, update: int, schedule: FlowSchedule) -> int:
+        turn = self._turn(role, update, schedule)
+        return turn.begun if turn else update
+
     def draw(self, role: str, source: MicroBatches, update: int, micro: int) -> dict[str, State]:
-        batch = drawn(source, update, micro, self.compare if role == STUDENT else WITH_NOISE)
+        turn = self._turn(role, update, source.schedule)
+        batch = drawn(source, update, micro, self.compare if role == STUDENT else WITH_NOISE, turn)
         if not self.gan or role == STUDENT and not self.shared:
             return {ROLLOUT: batch}
-        return {ROLLOUT: batch, REAL: source.noised_as(batch.renoise, update, micro)}
+        begun = self.begun(role, update, source.schedule)
+        return {ROLLOUT: batch, REAL: source.noised_as(batch.renoise, update, micro, begun)}
 
     def roll_out(
-        self, role: str, states: dict[str, State], schedule: FlowSchedule
+        self,
+        role: str,
+        states: dict[str, State],
+        schedule: FlowSchedule,
+        carried_BCFHW: Tensor | None = None,
     ) -> Generator[Ask, Prediction, dict[str, State]]:
-        state = yield from self.simulated(states[ROLLOUT], schedule.few)
+        batch = states[ROLLOUT]
+        if carried_BCFHW is not None:
+            x_BCFHW = to_device(carried_BCFHW, batch.x_t_BCFHW.device)
+            batch = batch.at(batch.exit, x_BCFHW, schedule.few)
+        state = yield from self.simulated(batch, schedule.few)
         if role == CRITIC:
             student = yield Ask(STUDENT, state)
             state = renoised(state, student.v_BCFHW)
@@ -327,23 +238,20 @@ class Dmd2(Term):
         Source: backward simulation, Yin et al. 2024, arXiv:2405.14867, section 4.5.
         """
         state = batch
-        for call in range(batch.exit):
+        for _ in range(batch.call, batch.exit):
             student = yield Ask(STUDENT, state)
-            new_BCFHW = batch.new_noise[call] if batch.new_noise else None
-            x_BCFHW = few.following(call, state.x_t_BCFHW, student.v_BCFHW, new_BCFHW)
-            sigma_B = torch.full_like(batch.sigma_B, few.sigmas[call + 1])
-            state = replace(state, x_t_BCFHW=x_BCFHW, sigma_B=sigma_B, expert=few.expert(call + 1))
+            state = state.following(student.v_BCFHW, few)
         return state
 
     def script(self, role: str, states: dict[str, State], schedule: FlowSchedule) -> Script:
-        of_role = self._student if role == STUDENT else self._critic
-        return of_role(states[ROLLOUT], states.get(REAL))
+        sample, real = states[ROLLOUT], states.get(REAL)
+        return self._student(sample, real, schedule) if role == STUDENT else self._critic(sample, real)
 
     def _critic(self, sample: Renoised, real: State | None) -> Script:
         """Let the critic learn the velocity of the student's samples and, with heads, to tell them."""
         return self._of_critic(sample, *(yield _learned_by_critic(sample, real)))
 
-    def _student(self, state: Rollout, real: State | None) -> Script:
+    def _student(self, state: Rollout, real: State | None, schedule: FlowSchedule) -> Script:
         """Move the student's samples by the gradient in x0_BCFHW, g = t (v_teacher - v_critic), normalised.
 
         t (v_teacher - v_critic) = x0_critic - x0_teacher, which is divided by each sample's mean distance
@@ -364,7 +272,11 @@ class Dmd2(Term):
             gradient_BCFHW = gradient_BCFHW + adversarial_BCFHW
         x0_BCFHW = clean(state.x_t_BCFHW, student.v_BCFHW, state.sigma_B)
         loss_B = mean_square(x0_BCFHW - (sample.x0_BCFHW - gradient_BCFHW)) / 2
-        loss = Loss(loss_B[None], numbers | {"exit": torch.full_like(state.sigma_B, state.exit)})
+        carried_BCFHW = None
+        if self.carried and state.exit < schedule.exits()[-1]:
+            carried_BCFHW = state.following(student.v_BCFHW.detach(), schedule.few).x_t_BCFHW
+        numbers["exit"] = torch.full_like(state.sigma_B, state.exit)
+        loss = Loss(loss_B[None], numbers, carried_BCFHW)
         return {STUDENT: loss} | ({CRITIC: self._of_critic(sample, critic, *true)} if self.shared else {})
 
     def _of_critic(self, sample: Renoised, fake: Prediction, real: Prediction | None = None) -> Loss:

@@ -76,12 +76,24 @@ class Objective:
         """Return whether the student samples for a role's update."""
         return any(term.samples for term in self._terms(role))
 
+    def begun(self, role: str, update: int, schedule: FlowSchedule) -> int:
+        """Return the update whose prompts the samples of a role's update have."""
+        return min(term.begun(role, update, schedule) for term in self._terms(role))
+
     def roll_out(
-        self, role: str, states: dict[str, State], schedule: FlowSchedule
+        self,
+        role: str,
+        states: dict[str, State],
+        schedule: FlowSchedule,
+        carried_BCFHW: Tensor | None = None,
     ) -> Generator[Ask, Prediction, dict[str, State]]:
-        """Sample with the student from what `draw` drew, for all terms of the role."""
+        """Sample with the student from what `draw` drew, for all terms of the role.
+
+        Args:
+            carried_BCFHW: states to go on from, which the loss of the role's last update had.
+        """
         for term in self._terms(role):
-            states = yield from term.roll_out(role, states, schedule)
+            states = yield from term.roll_out(role, states, schedule, carried_BCFHW)
         return states
 
     def script(
@@ -131,8 +143,8 @@ class Objective:
         """Role of the network that each update of a step is for; the student's is the last.
 
         Those of other roles that are made with it are not counted again."""
-        before = {name: role.updates - role.is_shared for name, role in self.others.items()}
-        return tuple(name for name, number in before.items() for _ in range(number)) + (STUDENT,)
+        others = self.others.items()
+        return tuple(name for name, role in others for _ in range(role.updates_alone)) + (STUDENT,)
 
     @property
     def warmup(self) -> tuple[str, ...]:

@@ -58,12 +58,15 @@ class Loss:
     """Unweighted losses, float32."""
     numbers: dict[str, Tensor] = field(default_factory=dict)
     """Numbers_B for metrics."""
+    carried_BCFHW: Tensor | None = None
+    """States from which the student's samples go on in its next update; None: they begin anew."""
 
     @classmethod
     def of_terms(cls, losses: Sequence["Loss"]) -> "Loss":
         """Join the losses of a network's terms."""
         numbers = {name: number_B for loss in losses for name, number_B in loss.numbers.items()}
-        return cls(torch.cat([loss.rows_TB for loss in losses]), numbers)
+        carried = (loss.carried_BCFHW for loss in losses if loss.carried_BCFHW is not None)
+        return cls(torch.cat([loss.rows_TB for loss in losses]), numbers, next(carried, None))
 
 
 Losses = dict[str, Loss]

@@ -3,7 +3,7 @@
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial
 from math import ceil
 from typing import NamedTuple
@@ -136,12 +136,16 @@ class _Features(dict[int, Tensor]):
         return torch.zeros(1, 1, 1)
 
 
+@dataclass(frozen=True, slots=True)
 class _EvenExits(FlowSchedule):
-    """A schedule whose exits are spread evenly over some consecutive updates."""
+    """A schedule whose exits are spread evenly over some updates."""
+
+    updates: tuple[int, ...] = ()
 
     def uniform(self, name: str, update: int, *key: int) -> float:
-        number = updates_of(self)
-        return (update % number + 0.5) / number if name == "exit" else super().uniform(name, update, *key)
+        if name == "exit":
+            return (self.updates.index(update) + 0.5) / len(self.updates)
+        return FlowSchedule.uniform(self, name, update, *key)
 
 
 def updates_of(schedule: FlowSchedule) -> int:
@@ -151,17 +155,24 @@ def updates_of(schedule: FlowSchedule) -> int:
 
 def passes_of(objective: Objective, role: str, schedule: FlowSchedule) -> list[ScriptPasses]:
     """Count the passes for a micro-step of a role's update, for each exit of a few-step student."""
-    even = _EvenExits(**{f.name: getattr(schedule, f.name) for f in fields(schedule)})
-    return [_play(objective, role, even, update) for update in range(updates_of(schedule))]
+    updates = tuple(map(objective.first_update, range(updates_of(schedule))))  # each of another step
+    even = _EvenExits(**{f.name: getattr(schedule, f.name) for f in fields(schedule)}, updates=updates)
+    passes, carried_BCFHW = [], None
+    for update in updates:
+        of_one, carried_BCFHW = _play(objective, role, even, update, carried_BCFHW)
+        passes.append(of_one)
+    return passes
 
 
-def _play(objective: Objective, role: str, schedule: FlowSchedule, update: int) -> ScriptPasses:
+def _play(
+    objective: Objective, role: str, schedule: FlowSchedule, update: int, carried_BCFHW: Tensor | None
+) -> tuple[ScriptPasses, Tensor | None]:
+    """Return the passes of an update, and the states from which samples go on in the next."""
     source = MicroBatches(_Zeros(), schedule, BatchSize(1, 1, 1), (1, 1, 1, 2))
     rolled_out: list[Ask] = []
     drawn = objective.draw(role, source, update, 0)
-    states = played(
-        objective.roll_out(role, drawn, schedule), lambda ask: rolled_out.append(ask) or _zero(ask)
-    )
+    script = objective.roll_out(role, drawn, schedule, carried_BCFHW)
+    states = played(script, lambda ask: rolled_out.append(ask) or _zero(ask))
     counted = before, after, slopes = Counter(), Counter(), Counter()
     play, learned = Play(partial(objective.script, role, states, schedule)), []
     while play.questions:
@@ -173,7 +184,7 @@ def _play(objective: Objective, role: str, schedule: FlowSchedule, update: int) 
             elif isinstance(question, Slope):
                 slopes[question.role] += 1
         play.answer([*map(_zero, play.questions)])
-    return ScriptPasses(len(rolled_out), *counted, learned)
+    return ScriptPasses(len(rolled_out), *counted, learned), play.result[role].carried_BCFHW
 
 
 def _zero(question: Ask | Slope | Learn) -> Prediction | Tensor:

@@ -1,12 +1,12 @@
 """Networks whose blocks are read from their files just before they are called; memory holds a few."""
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from wandistiller.distributed.device import make_current
+from wandistiller.distributed.device import worker
 from wandistiller.network.block_source import BlockSource
 from wandistiller.network.config import NetworkConfig
 from wandistiller.network.names import in_block, set_parameter, split_name
@@ -29,7 +29,7 @@ class Slots:
         self._free: list[Weights] | None = None
         self._held: dict[tuple[int, int], tuple[Weights, Future]] = {}
         # a thread begins on the first GPU, where going back to it would start CUDA, for half a GiB
-        self._thread = ThreadPoolExecutor(1, "teacher_files", initializer=make_current)
+        self._thread = worker("teacher_files")
         self._streams = torch.get_device_module(device)
         self._copies = self._streams.Stream(device)
 

@@ -153,7 +153,8 @@ class NonFiniteHandler:
     ) -> list[SampleReport]:
         """Describe this rank's samples of a micro-step."""
         batches = self._job.objective.draw(update.role, self._batches, number, micro)
-        indices = self._batches.indices(number, micro)
+        begun = self._job.objective.begun(update.role, number, self._job.schedule)
+        indices = self._batches.indices(begun, micro)
         first, loss_TB = next(iter(batches.values())), torch.cat([r.loss_TB for r in results.values()])
         names = [name for role in results for name in self._job.objective.weights(role)]
         bad = {
@@ -173,5 +174,5 @@ class NonFiniteHandler:
                 losses=finite_or_none({name: loss_TB[k, i].item() for k, name in enumerate(names)}),
                 not_finite=[name for name, bad_B in bad.items() if bad_B[i]],
             )
-            for i, item in enumerate(self._batches.items(number, micro))
+            for i, item in enumerate(self._batches.items(begun, micro))
         ]

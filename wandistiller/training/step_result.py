@@ -35,6 +35,8 @@ class MicroStepResult(NamedTuple):
     expert: Expert
     watched: dict[str, Tensor] = {}
     """Numbers_B by name that show whether training goes well; the same names on every rank."""
+    carried_BCFHW: Tensor | None = None
+    """States from which the student's samples go on in its next update."""
 
 
 class Over(NamedTuple):

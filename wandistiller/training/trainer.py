@@ -29,8 +29,9 @@ from wandistiller.teacher.base import Teacher
 from wandistiller.training.monitor import Monitor
 from wandistiller.training.nonfinite import NonFiniteHandler
 from wandistiller.training.pictures import PictureDrawer
+from wandistiller.training.rollouts import RollOuts
 from wandistiller.training.step_result import Over, StepResult, mean_of, reduce_over_ranks
-from wandistiller.training.update import RollOuts, Update
+from wandistiller.training.update import Update
 from wandistiller.utils.logging import begin_step, set_activity
 
 GC_EVERY = 50
@@ -205,6 +206,9 @@ class Trainer:
             not math.isfinite(r.loss) or self.learners[k].lost_update(r.expert) for k, r in results.items()
         ):
             self.nonfinite.handle(step, update, number, micro_steps)
+            self.samples.carry([])  # one may not be finite
+        elif STUDENT in results:
+            self.samples.carry([of_roles[STUDENT].carried_BCFHW for of_roles in micro_steps])
         for role, result in results.items():
             learner = self.learners[role]
             learner.advance_schedules(result.expert)  # they follow the run, not the expert's own updates
@@ -243,7 +247,8 @@ class Trainer:
             return next(iter(steps(self.job.output / "checkpoints")), self.job.output)
         state = {"skipped_steps": self.nonfinite.skipped, "head_start": self._warmed_up}
         with self.saves.doing():
-            folder = self.checkpointer.save(self.learners, done, self._recorded | state)
+            carried = self.samples.carried()
+            folder = self.checkpointer.save(self.learners, done, self._recorded | state, carried)
             if wait:
                 self.checkpointer.finish()
         return folder
@@ -257,6 +262,7 @@ class Trainer:
         set_activity(f"loading {folder}")
         changed = changed_keys(folder, self._recorded, allowed)
         start = load(self.learners, folder, changed, self.job.objective.others)
+        self.samples.resume(folder, changed)
         state = read_state(folder)
         self.nonfinite.skipped, self._warmed_up = state.get("skipped_steps", 0), state.get("head_start", 0)
         if "inputs" not in state:

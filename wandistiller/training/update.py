@@ -2,26 +2,24 @@
 
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from wandistiller.batch import STUDENT, Prediction, State
-from wandistiller.config.job import Job, rolled_out, swept
-from wandistiller.data.cached_dataset import MicroBatches
-from wandistiller.distributed.device import make_current, on_accelerator
+from wandistiller.config.job import Job, swept
+from wandistiller.distributed.device import on_accelerator, worker
 from wandistiller.network.sweep import block_by_block
-from wandistiller.objectives.script import TEACHER, Ask, Learn, Play, Question, Slope, played
+from wandistiller.objectives.script import TEACHER, Ask, Learn, Play, Question, Slope
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher, local_modules
 from wandistiller.training.step_result import READING, MicroStepResult
 from wandistiller.utils.logging import activity
 
 PREDICTING = "the teacher's forward pass"
-T = TypeVar("T")
 Reads = Callable[[int, int], dict[str, State]]
 """This rank's samples of an update and a micro-step by kind of states."""
 
@@ -214,7 +212,11 @@ class Update:
                 self.learners[role].step(first[role].expert)
         return {
             role: MicroStepResult(
-                loss.rows_TB.detach(), first[role].sigma_B, first[role].expert, loss.numbers
+                loss.rows_TB.detach(),
+                first[role].sigma_B,
+                first[role].expert,
+                loss.numbers,
+                loss.carried_BCFHW,
             )
             for role, loss in losses.items()
         }
@@ -223,77 +225,3 @@ class Update:
 def _without_gradient(questions: Sequence[Question]) -> list[Question]:
     """Return those that no network learns by."""
     return [question for question in questions if not isinstance(question, Learn)]
-
-
-def worker(name: str) -> ThreadPoolExecutor:
-    """Make a thread for one task after the other on this rank's device, which CUDA keeps for each thread."""
-    return ThreadPoolExecutor(1, name, initializer=make_current)
-
-
-class ReadAhead(Generic[T]):
-    """Micro-steps' samples in the order of training; the next ones are read while these are computed."""
-
-    def __init__(self, read: Callable[[int, int], T], accumulation: int, updates: int, depth: int):
-        """Read by `read(update, micro)`, which runs in a thread, the updates of the run counted from 0.
-
-        Args:
-            accumulation: micro-steps of an update.
-            updates: of the whole run; nothing is read beyond.
-            depth: micro-steps that are read ahead.
-        """
-        self._read, self._accumulation, self._depth = read, accumulation, depth
-        self._end, self._next = updates * accumulation, 0
-        self._pending: dict[int, Future[T]] = {}
-        self._worker = worker("reader")
-
-    def __call__(self, update: int, micro: int) -> T:
-        """Return a micro-step's samples; an error in reading them is raised here."""
-        place = update * self._accumulation + micro
-        pending = self._pending.pop(place, None)
-        samples = self._read(update, micro) if pending is None else pending.result()
-        first, self._next = max(place + 1, self._next), min(place + 1 + self._depth, self._end)
-        for ahead in range(first, self._next):
-            self._pending[ahead] = self._worker.submit(self._read, *divmod(ahead, self._accumulation))
-        return samples
-
-
-class RollOuts:
-    """Reads samples, and lets the student sample where an objective's terms need that.
-
-    For all updates of a step at once where the weights arrive block by block: the student's do not change
-    before its own update, which is the last. Updates before the first step are taken as many at a time.
-    """
-
-    def __init__(self, job: Job, batches: MicroBatches, student: Learner):
-        self._job, self._batches, self._student, self._together = job, batches, student, rolled_out(job)
-        depth = max(swept(job), self._together)
-        self._read = ReadAhead(self._draw, job.batch.accumulation, job.updates, depth)
-        self._made: dict[tuple[int, int], dict[str, State]] = {}
-
-    def __call__(self, update: int, micro: int) -> dict[str, State]:
-        if not self._job.objective.rolls_out(self._job.objective.role_of(update)):
-            return self._read(update, micro)
-        if (update, micro) not in self._made:
-            self._make(update, micro)
-        return self._made.pop((update, micro))
-
-    def _draw(self, update: int, micro: int) -> dict[str, State]:
-        objective = self._job.objective
-        return objective.draw(objective.role_of(update), self._batches, update, micro)
-
-    def _make(self, update: int, micro: int) -> None:
-        """Sample for a micro-step, and for those that follow it in its step."""
-        accumulation, objective = self._job.batch.accumulation, self._job.objective
-        step = (update - objective.first_update(0)) // len(objective.updates)
-        end = objective.first_update(step + 1) * accumulation
-        micro_steps = range(update * accumulation + micro, end)[: self._together]
-        keys = [divmod(number, accumulation) for number in micro_steps]
-        with activity(READING):
-            drawn = [self._read(*key) for key in keys]
-        with activity("the student's sampling"), torch.no_grad():
-            scripts = [
-                objective.roll_out(objective.role_of(u), states, self._job.schedule)
-                for (u, _), states in zip(keys, drawn, strict=True)
-            ]
-            calls = [partial(played, s, lambda ask: self._student.forward(ask.state)) for s in scripts]
-            self._made |= zip(keys, block_by_block(self._student.blocks, calls), strict=True)

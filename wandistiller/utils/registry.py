@@ -11,7 +11,7 @@ T = TypeVar("T")
 def names_in(package: str) -> list[str]:
     """Return the sorted names of the modules in `package`, without importing them: `--help` must be fast."""
     names = {module.name for module in iter_modules(import_module(package).__path__)}
-    return sorted(names - {"base", "objective", "script"})
+    return sorted(names - {"base", "objective", "rollout", "script"})
 
 
 def classes_in(package: str, base: type[T]) -> dict[str, type[T]]:

@@ -24,18 +24,9 @@ from wandistiller.experts import Expert
 from wandistiller.flow import FewSteps, FlowSchedule, clean
 from wandistiller.network.blocks import Blocks
 from wandistiller.network.sampling import denoise, few_steps
-from wandistiller.objectives.dmd2 import (
-    CRITIC,
-    RENOISED,
-    Dmd2,
-    Renoised,
-    Rollout,
-    drawn,
-    heads_loss,
-    renoised,
-    towards_teacher,
-)
+from wandistiller.objectives.dmd2 import CRITIC, Dmd2, heads_loss, towards_teacher
 from wandistiller.objectives.objective import Objective
+from wandistiller.objectives.rollout import RENOISED, Renoised, Rollout, drawn, renoised
 from wandistiller.objectives.script import TEACHER, Ask, Slope, played
 from wandistiller.planner.passes import passes_of
 from wandistiller.utils.keyed_random import keyed_normal

@@ -11,7 +11,8 @@ from wandistiller.data.cached_dataset import MicroBatches
 from wandistiller.engine.batch_size import BatchSize
 from wandistiller.experts import Expert, expert_at
 from wandistiller.network.sampling import few_steps
-from wandistiller.objectives.dmd2 import CRITIC, MIXED, ON_PATH, Dmd2, drawn, renoised
+from wandistiller.objectives.dmd2 import CRITIC, Dmd2
+from wandistiller.objectives.rollout import MIXED, ON_PATH, drawn, renoised
 from wandistiller.utils.keyed_random import keyed_normal
 
 HIGH, LOW = Expert

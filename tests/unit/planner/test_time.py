@@ -182,12 +182,14 @@ def test_a_head_start_takes_the_critic_s_passes_and_the_samples_for_them(publish
     assert Times(plain, EIGHT_80, RATES).warm_up() == 0
 
 
-@pytest.mark.parametrize(("critic_updates", "worth"), [(1, 11.5), (2, 18)])
-def test_an_update_of_two_networks_takes_one_roll_out_and_a_pass_of_each(
-    published: Path, critic_updates: int, worth: float
+@pytest.mark.parametrize(
+    ("critic_updates", "carried", "worth"), [(1, False, 11.5), (2, False, 18), (1, True, 10), (2, True, 16.5)]
+)
+def test_an_update_of_two_networks_takes_one_roll_out_or_none_and_a_pass_of_each(
+    published: Path, critic_updates: int, carried: bool, worth: float
 ) -> None:
     """A backward pass counts twice; another critic update has 2.5 calls of the student, 4 of its own."""
-    dmd2 = {"name": "dmd2", "steps": 4, "shared": True, "critic_updates": critic_updates}
+    dmd2 = {"name": "dmd2", "steps": 4, "shared": True, "carried": carried, "critic_updates": critic_updates}
     run = job(published, EIGHT_80, objective=dmd2, **GPU)
     made = passes(run)
     assert (made["teacher"], made["critic"]) == ((2, 0), (2 * critic_updates, critic_updates))

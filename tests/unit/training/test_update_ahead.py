@@ -13,8 +13,8 @@ from trainers import trainer_of
 
 from wandistiller.batch import STUDENT
 from wandistiller.experts import Expert
+from wandistiller.training.rollouts import ReadAhead
 from wandistiller.training.trainer import Trainer
-from wandistiller.training.update import ReadAhead
 
 
 def read(update: int, micro: int) -> tuple[int, int]:
