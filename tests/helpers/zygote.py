@@ -176,7 +176,10 @@ def _answer(asked: socket.socket) -> NoReturn:
 def _serve(around: int) -> None:
     """Answer what is asked on stdin, a socket that listens, until the process `around` all ends."""
     gc.disable()
+    import peft  # noqa: F401  this and the next classes are imported by commands at their first use
     from deepspeed.ops.op_builder import CPUAdamBuilder
+    from diffusers import WanImageToVideoPipeline, WanPipeline  # noqa: F401
+    from transformers import CLIPImageProcessor, CLIPVisionModel, T5TokenizerFast  # noqa: F401
 
     import wandistiller.cli.evaluate
     import wandistiller.training.distil  # noqa: F401  brings prepare and export
