@@ -28,7 +28,10 @@ MEASURED = [("encode", (1, 3, 1, 480, 832), 847), ("decode", (1, 16, 1, 60, 104)
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(("gib", "tiles", "work"), [(9, False, 8.76), (8, True, 2.05), (1, True, 2.05)])
+@pytest.mark.parametrize(
+    ("gib", "tiles", "work"),
+    slow_but([(9, False, 8.76)], [(9, False, 8.76), (8, True, 2.05), (1, True, 2.05)]),
+)
 def test_a_clip_is_decoded_in_tiles_if_its_8_8_gib_are_not_free(gib: int, tiles: bool, work: float) -> None:
     need, chosen = fitting("decode", PUBLISHED, CLIP, gib * GIB, accelerator=True)
     assert chosen is tiles and need.work / GIB == pytest.approx(work, abs=0.01)
@@ -88,7 +91,7 @@ def scene_BCFHW(height: int, width: int) -> Tensor:
 @torch.no_grad()
 def test_pixels_of_an_untrained_wan_vae_in_tiles_differ_by_a_tenth_at_the_most() -> None:
     torch.manual_seed(0)
-    vae, z_BCFHW = FittingVae(**VAE21).eval(), torch.randn(1, 16, 3, 8, 40)
+    vae, z_BCFHW = FittingVae(**VAE21).eval(), torch.randn(1, 16, 1, 8, 40)
     whole = decoded(vae, z_BCFHW)
     tiled = decoded(in_tiles(vae, z_BCFHW, "decode"), z_BCFHW)
     assert 0 < (tiled - whole).abs().max() < 0.1
@@ -124,7 +127,7 @@ def in_tiles(vae: FittingVae, x_BCFHW: Tensor, call: str) -> FittingVae:
 
 @torch.no_grad()
 def test_where_there_is_room_the_values_are_those_of_diffusers_whole_calls(vae: FittingVae) -> None:
-    pixels, stock = scene_BCFHW(320, 448), vae_of(vae.config)
+    pixels, stock = scene_BCFHW(64, 320), vae_of(vae.config)
     stock.load_state_dict(vae.state_dict())
     assert torch.equal(encoded(vae, pixels), encoded(stock, pixels))
 
