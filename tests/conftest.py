@@ -1,14 +1,16 @@
 """Shared by all tests: the environment, two small random pipelines, and one rank to run collectives on."""
 
 import fcntl
+import gc
 import logging
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 TESTS = Path(__file__).parent
 sys.path[:0] = [str(TESTS / "helpers"), str(TESTS.parent)]
@@ -23,6 +25,23 @@ if TYPE_CHECKING:
     from wandistiller.wan.folder import WanFolder
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # tests marked gpu start processes that have another
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Import all files of tests without scanning for garbage, and never scan what was imported again."""
+    gc.disable()
+    result = yield
+    gc.freeze()
+    gc.enable()
+    return result
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what would begin after `TESTS_UNTIL`, in seconds since 1970."""
+    if time.time() > float(os.environ.get("TESTS_UNTIL", "inf")):
+        pytest.skip(f"no time is left for those of {item.location[0]}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

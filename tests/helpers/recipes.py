@@ -17,13 +17,16 @@ a green square on a blue background, left
 a red circle on a green background, right
 """
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.01}}
-TEACHER_FP32 = {
+REPLICATED = {"zero_optimization": {"stage": 0}}
+"""A teacher in float32, whole on every rank: two seconds a run less than one that ZeRO gathers."""
+SHARDED = {
     "zero_optimization": {
         "stage": 3,
         "stage3_param_persistence_threshold": 0,
         "offload_param": {"device": "cpu"},
     }
 }
+"""The same weights in parts on the ranks, and in CPU memory between calls."""
 
 
 def student_engine(stage: int, *, offload: bool = True, **more: Any) -> dict[str, Any]:
@@ -54,7 +57,7 @@ def recipe(folder: Path, wan: Path, **more: Any) -> dict[str, Any]:
         "cache_dir": str(folder / "cache"),
         "student_config": {"num_layers": 2},
         "deepspeed_config": student_engine(2),
-        "teacher_deepspeed_config": TEACHER_FP32,
+        "teacher_deepspeed_config": REPLICATED,
         "height": 32,
         "width": 32,
         "max_steps": 20,

@@ -9,7 +9,9 @@ import gc
 import json
 import os
 import runpy
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,7 +20,7 @@ import traceback
 from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -36,16 +38,24 @@ class Rank(NamedTuple):
 
 
 @cache
-def _started(simulated: bool) -> subprocess.Popen:
-    """The process that forks, one for each that runs tests; it ends with it, when its stdin does."""
+def _started(simulated: bool) -> str:
+    """The address of the process that forks; one for all workers, which ends with the pytest around them."""
     from ranks import environment
     from simulated import Simulated
 
-    pipe, gpus = subprocess.PIPE, Simulated(Path()).environment() if simulated else {}
+    around = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+    address, gpus = f"\0tests {around} {simulated}", Simulated(Path()).environment() if simulated else {}
     for file in ("SIMULATED_GPU_REPORTS", "SIMULATED_GPU_SHARED"):  # each rank has its own
         gpus.pop(file, None)
-    env = environment(TQDM_DISABLE="1", **gpus)
-    return subprocess.Popen([sys.executable, __file__], stdin=pipe, stdout=pipe, text=True, env=env)
+    with socket.socket(socket.AF_UNIX) as listener:
+        try:
+            listener.bind(address)
+        except OSError:  # another worker has started it
+            return address
+        listener.listen()
+        env, words = environment(TQDM_DISABLE="1", **gpus), [sys.executable, __file__, str(around)]
+        subprocess.Popen(words, stdin=listener, stdout=subprocess.DEVNULL, env=env)
+    return address
 
 
 def fork(words: list[str], cwd: Path, ranks: list[Rank], simulated: bool = False) -> list[int]:
@@ -56,9 +66,10 @@ def fork(words: list[str], cwd: Path, ranks: list[Rank], simulated: bool = False
     """
     if torch.version.cuda:  # such a build has started threads before we can fork (torch 2.11 on an H100)
         return _spawned(words, cwd, ranks)
-    zygote = _started(simulated)
-    print(json.dumps([words, str(cwd), ranks]), file=zygote.stdin, flush=True)
-    answer = zygote.stdout.readline()
+    with socket.socket(socket.AF_UNIX) as zygote:
+        zygote.connect(_started(simulated))
+        zygote.sendall(f"{json.dumps([words, str(cwd), ranks])}\n".encode())
+        answer = zygote.makefile().readline()
     assert answer, "the process that forks has died"
     return json.loads(answer)
 
@@ -146,8 +157,25 @@ def _threads() -> list[str]:
     return names
 
 
-def _serve() -> None:
-    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  deepspeed 0.19.8 does so while it builds an optimizer
+def _answer(asked: socket.socket) -> NoReturn:
+    """Fork the ranks that one request is for, send their exit codes, and end."""
+    try:
+        words, cwd, ranks = json.loads(asked.makefile().readline())
+        children = []
+        for rank in ranks:
+            if not (pid := os.fork()):
+                asked.close()
+                _become(words, cwd, Rank(*rank))
+            children.append(pid)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+        asked.sendall(f"{json.dumps(codes)}\n".encode())
+    finally:
+        os._exit(0)
+
+
+def _serve(around: int) -> None:
+    """Answer what is asked on stdin, a socket that listens, until the process `around` all ends."""
+    gc.disable()
     import peft  # noqa: F401  this and the next classes are imported by commands at their first use
     from deepspeed.ops.op_builder import CPUAdamBuilder
     from diffusers import WanImageToVideoPipeline, WanPipeline  # noqa: F401
@@ -164,21 +192,22 @@ def _serve() -> None:
     _plan_usual_runs()
 
     gc.freeze()  # imported objects are never garbage; scanning them again takes each rank a second or more
+    gc.enable()
     until = time.monotonic() + 30
     while len(threads := _threads()) > 1:  # one may be about to end, as that of matplotlib's list of fonts
         if time.monotonic() > until:
             raise RuntimeError(f"a library has started a thread, which a fork would lose: {threads}")
         time.sleep(0.1)
-    for line in sys.stdin:
-        words, cwd, ranks = json.loads(line)
-        children = []
-        for rank in ranks:
-            if not (pid := os.fork()):
-                _become(words, cwd, Rank(*rank))
-            children.append(pid)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
-        print(json.dumps(codes), flush=True)
+    listener, ended = socket.socket(fileno=0), os.pidfd_open(around)
+    while ended not in select.select([listener, ended], [], [])[0]:
+        asked, _ = listener.accept()
+        if not os.fork():
+            _answer(asked)
+        asked.close()
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(int(sys.argv[1]))

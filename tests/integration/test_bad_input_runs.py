@@ -156,7 +156,8 @@ def dry_run(case: Case, here: Path, wan: Path) -> Outcome:
 @pytest.mark.usefixtures("one_rank")
 def test_a_byte_order_mark_is_no_fault_in_any_file(tmp_path: Path, wan1: Path) -> None:
     texts = {name: text if isinstance(text, str) else json.dumps(text) for name, text in SOUND.items()}
-    texts["recipe.json"] = Case.fill(json.dumps(RECIPE), tmp_path / "case", wan1)
+    small = RECIPE | {"height": SIDE, "width": SIDE}
+    texts["recipe.json"] = Case.fill(json.dumps(small), tmp_path / "case", wan1)
     marked = {name: b"\xef\xbb\xbf" + text.encode() for name, text in texts.items()}
     found = dry_run(Case("marked", (), marked), tmp_path / "case", wan1)
     assert (found.code, found.errors) == (0, []), found.printed

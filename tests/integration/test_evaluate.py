@@ -247,7 +247,7 @@ def test_clip_score_is_transformers_own_cosine_and_a_long_prompt_is_cut(clip: Pa
     assert score_B.max() > 1
     long = ["red circle " * 9, "red circle " * 10]  # longer than CLIP reads
     _, score_B = Clip(clip, torch.device("cpu")).score(image_BCHW[:1].expand(2, -1, -1, -1), long)
-    assert score_B[0] == score_B[1]
+    torch.testing.assert_close(score_B[0], score_B[1])  # the rows of a batch may be added up in other orders
 
 
 @pytest.mark.parametrize(

@@ -188,14 +188,14 @@ def _content(trained: MasterWeights, average: Ema | None) -> tuple[list[Spec], I
         dtypes = {kind: t.dtype for kind, t in trained.tensors(flat).items()}
         dtypes |= {AVERAGE: torch.float32} if average else {}
         for kind, dtype in dtypes.items():
-            specs += [Spec(f"{kind}/{p.start}/{p.name}", dtype, p.numel) for p in trained.own(flat)]
+            specs += [Spec(f"{kind}/{p.start}/{p.name}", dtype, p.numel) for p in trained.written(flat)]
 
     def tensors() -> Iterator[Tensor]:
         for flat in trained.flats:
             with trained.opened(flat):
                 kinds = trained.tensors(flat) | ({AVERAGE: average.of(flat)} if average else {})
                 for tensor in kinds.values():
-                    yield from (tensor.narrow(0, p.offset, p.numel) for p in trained.own(flat))
+                    yield from (tensor.narrow(0, p.offset, p.numel) for p in trained.written(flat))
 
     return specs, tensors()
 

@@ -72,8 +72,8 @@ class MasterWeights:
     def tensors(self, flat: Partition) -> dict[str, Tensor]:
         """The flat weights and their optimizer state; empty for those on NVMe that are not `opened`."""
         state = self.optimizer(flat).state.get(flat.key, {})
-        kept = {kind: value for kind, value in state.items() if torch.is_tensor(value) and value.dim() > 0}
-        return {kind: value.view(-1) for kind, value in {WEIGHTS: flat.key.detach(), **kept}.items()}
+        moments = {kind: value for kind, value in state.items() if torch.is_tensor(value) and value.dim() > 0}
+        return {kind: value.view(-1) for kind, value in {WEIGHTS: flat.key.detach(), **moments}.items()}
 
     def steps(self) -> int | None:
         """Number of updates that the optimizer has counted; None before the first.
@@ -102,8 +102,8 @@ class MasterWeights:
         wide = isinstance(optimizer, DeepSpeedCPUAdam) and optimizer.fp32_optimizer_states
         dtype = torch.float32 if wide else flat.key.dtype
         # of an `amsgrad` that is new: the greatest so far, of none
-        more = ["max_exp_avg_sq"] if kinds and optimizer.defaults.get("amsgrad") else []
-        for kind in dict.fromkeys([*kinds, *more]):
+        greatest = ["max_exp_avg_sq"] if kinds and optimizer.defaults.get("amsgrad") else []
+        for kind in dict.fromkeys([*kinds, *greatest]):
             if not torch.is_tensor(state.get(kind)) or state[kind].numel() != flat.key.numel():
                 state[kind] = torch.zeros_like(flat.key, dtype=dtype, requires_grad=False)
         if steps is not None:
@@ -176,7 +176,7 @@ class MasterWeights:
             ]
             yield key, parts
 
-    def own(self, flat: Partition) -> list[Fragment]:
+    def written(self, flat: Partition) -> list[Fragment]:
         """The parts of `flat` that no other rank has, or that this rank writes for all."""
         shared = self.stage == 0 and flat.number % collectives.world_size() != collectives.rank()
         return [] if shared else [part for part in flat.parts if part.numel]

@@ -3,7 +3,8 @@
 import os
 import platform
 import re
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -12,10 +13,9 @@ import torch
 from deepspeed.ops.op_builder import PinMemoryBuilder
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.profiling.flops_profiler import profiler
-from deepspeed.runtime import engine, torch_autocast
+from deepspeed.runtime import compiler, torch_autocast
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from torch import nn
 
 from wandistiller.utils.extension_locks import sole_builder
@@ -29,7 +29,7 @@ def patch_deepspeed() -> None:
     """Apply all patches to this process, before it joins others or makes an engine; again: nothing."""
     for apply in (
         read_cpu_info_in_this_process,
-        leave_out_muon,
+        compile_muon_when_it_is_called,
         build_one_at_a_time,
         keep_libraries_of_pin_memory_to_itself,
         keep_autocast_to_its_engine,
@@ -56,14 +56,22 @@ def read_cpu_info_in_this_process() -> None:
     cpuinfo.get_cpu_info = cache(read)
 
 
-def leave_out_muon() -> None:
-    """Let ZeRO look for a usual optimizer before it imports Muon, and torch's compiler with it (0.19.8)."""
-    supported = engine.is_zero_supported_optimizer
+def compile_muon_when_it_is_called() -> None:
+    """Let Muon be imported without torch's compiler: stages 1 to 3 import it for every optimizer (0.19.8).
 
-    def is_supported(optimizer: Any) -> bool:
-        return type(optimizer) in ZERO_SUPPORTED_OPTIMIZERS or supported(optimizer)
+    That took four seconds before the first step.
+    """
 
-    engine.is_zero_supported_optimizer = is_supported
+    def later(function: Callable[..., Any]) -> Callable[..., Any]:
+        compiled = cache(lambda: torch.compile(function))
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (function if torch.compiler.is_compiling() else compiled())(*args, **kwargs)
+
+        return call
+
+    compiler.compile = lambda: later
 
 
 def numbers_alone(architectures: str) -> str:

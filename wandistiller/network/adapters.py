@@ -60,9 +60,9 @@ class Lora:
         )
 
 
-def lora_value_problems(given: dict[str, Any] | None) -> list[str]:
+def lora_value_problems(settings: dict[str, Any] | None) -> list[str]:
     """List the unknown keys and wrong values of the recipe key `lora`."""
-    return [] if given is None else check("recipe", given, types_of(Lora), "lora.")[0]
+    return [] if settings is None else check("recipe", settings, types_of(Lora), "lora.")[0]
 
 
 def lora_problems(lora: Lora, frozen: list[str] | None, config: NetworkConfig) -> list[str]:

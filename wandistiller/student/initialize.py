@@ -81,4 +81,4 @@ def plan_cuts(
 ) -> WidthSlicer:
     """Choose the cut of one of the student's networks from the teacher's activation statistics."""
     blocks, weights = kept_layers(student, config, folder), _Weights(student, folder, expert)
-    return pruning.plan(config, folder.config, blocks, stats, weights.read)
+    return pruning.strongest_cut(config, folder.config, blocks, stats, weights.read)

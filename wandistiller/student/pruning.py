@@ -41,7 +41,7 @@ class CalibrationStats:
     """Second moment of LayerNorm of what is made of the states of given frames; None without these."""
 
 
-def plan(
+def strongest_cut(
     config: NetworkConfig, teacher: NetworkConfig, blocks: list[int], stats: CalibrationStats, read: Read
 ) -> WidthSlicer:
     """Choose the cut of a student of `config` from the teacher: by the strongest activations everywhere.

@@ -134,8 +134,8 @@ def plan_pruning(job: Job, data: CachedData, teacher: Teacher) -> tuple[Job, dic
         with whole_sequences(modules):  # statistics of all patches
             measured = measure(modules, calls)
         here = collectives.rank() == owner
-        plan = plan_cuts(job.student, job.student_transformer, job.folder, expert, measured) if here else None
-        cuts[expert] = collectives.broadcast_object(plan, owner)
+        cut = plan_cuts(job.student, job.student_transformer, job.folder, expert, measured) if here else None
+        cuts[expert] = collectives.broadcast_object(cut, owner)
     return job, cuts
 
 

@@ -36,12 +36,11 @@ def factor(learning_rates: dict[str, float], name: str) -> float:
 
 def unknown_parts(where: str, key: str, patterns: Iterable[str], names: Iterable[str]) -> list[str]:
     """List the patterns that name none of `names`, each as a problem with the nearest name."""
-    names, known, problems = list(names), set(), []
-    for name in names:
-        words = name.split(".")
-        known |= {*words, *(".".join(words[:i]) for i in range(1, len(words) + 1))}
+    names, problems = list(names), []
     for pattern in patterns:
         if not any(names_part(pattern, name) for name in names):
+            words = [name.split(".") for name in names]
+            known = {".".join(w[:i]) for w in words for i in range(1, len(w) + 1)}.union(*words)
             example = " Write words of a name in it, such as blocks.0-1, to_q or bias."
             hint = nearest(pattern, sorted(known)) or example
             problems.append(problem(where, key, pattern, f"The student has no such part.{hint}"))

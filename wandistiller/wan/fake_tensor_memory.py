@@ -3,10 +3,12 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from itertools import product
 from typing import Any
 
 import torch
+from diffusers import AutoencoderKLWan
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -31,6 +33,9 @@ JOINED = 3
 """Copies of the result of a call in tiles, or of a batch, at its end."""
 Config = dict[str, Any]
 """The VAE's."""
+OF_VAE = signature(AutoencoderKLWan.__init__).parameters
+USUAL: Config = {key: p.default for key, p in OF_VAE.items() if p.default is not p.empty}
+"""What a VAE has where its config names nothing."""
 Shape = tuple[int, ...]
 
 
@@ -59,6 +64,8 @@ def coding(call: str, config: Config, shape: Shape, *, accelerator: bool, tiles:
         call: `encode` or `decode`.
         shape: of its input, pixels_BCFHW or latents_BCFHW.
     """
+    # as read from a file and as of a VAE that is loaded: one key of what is cached below
+    config = USUAL | {key: value for key, value in config.items() if not key.startswith("_")}
     batch, sample, part = shape[0], (1, *shape[1:]), f"{call}r"
     weights, work = (_in_tiles if tiles else _coding)(config, part, sample, accelerator)
     taken, made = 4 * math.prod(sample), _result(config, part, sample)

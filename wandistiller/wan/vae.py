@@ -36,11 +36,6 @@ class FittingVae(AutoencoderKLWan):
         return super().decode(z, return_dict)
 
     @cached_property
-    def settings(self) -> dict[str, Any]:
-        """The config without diffusers' notes on its origin."""
-        return {key: value for key, value in self.config.items() if not key.startswith("_")}
-
-    @cached_property
     def chosen(self) -> dict[tuple[str, torch.Size], bool]:
         """True for calls in tiles, by kind of call and shape of its input."""
         return {}
@@ -57,9 +52,9 @@ class FittingVae(AutoencoderKLWan):
             on_their_way = sum(p.nbytes for p in self.parameters() if p.device.type != x_BCFHW.device.type)
             room = room_on(x_BCFHW.device) - on_their_way
             shape, gpu = tuple(x_BCFHW.shape), x_BCFHW.device.type != "cpu"
-            need, self.chosen[key] = fitting(call, self.settings, shape, room, accelerator=gpu)
+            need, self.chosen[key] = fitting(call, self.config, shape, room, accelerator=gpu)
             if self.chosen[key]:
-                whole = coding(call, self.settings, shape, accelerator=gpu)
+                whole = coding(call, self.config, shape, accelerator=gpu)
                 message = "the VAE %ss %s in tiles: a whole call takes %s, %s are free; tiles take %s"
                 sizes = map(amount, (whole.work, room, need.work))
                 log.info(message, call, "x".join(map(str, shape)), *sizes)

@@ -230,7 +230,7 @@ def coded_in_tiles(device: str) -> list[Tensor]:
     vae = FittingVae.from_config(vae_of(VAE21).config).to(device)
     pixels, coded = keyed_normal((1, 3, 5, 288, 480), "pixels").to(device), []
     for code, name, shape in ((encoded, "encode", pixels.shape), (decoded, "decode", (1, 16, 2, 36, 60))):
-        _, vae.chosen[name, torch.Size(shape)] = fitting(name, vae.settings, shape, 0, accelerator=True)
+        _, vae.chosen[name, torch.Size(shape)] = fitting(name, vae.config, shape, 0, accelerator=True)
         with torch.no_grad():
             coded.append(code(vae, coded[-1] if coded else pixels))
     assert list(vae.chosen.values()) == [True, True]

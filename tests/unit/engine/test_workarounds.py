@@ -4,7 +4,6 @@ import ctypes
 import gc
 import os
 import subprocess
-import sys
 import weakref
 from pathlib import Path
 
@@ -17,8 +16,8 @@ from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.ops.op_builder.fused_adam import FusedAdamBuilder
 from deepspeed.runtime.engine import DeepSpeedEngine
 from engines import engine, learner_of
-from on_ranks import tuning
-from ranks import run
+from on_ranks import compiler, tuning
+from ranks import call
 from small_wan import small_transformer
 
 from wandistiller.config.run_config import RunConfig
@@ -98,20 +97,8 @@ def test_an_engine_that_was_destroyed_leaves_no_network() -> None:
     assert network() is None
 
 
-@pytest.mark.slow
-def test_an_engine_with_adam_starts_without_torch_s_compiler() -> None:
-    code = """
-import sys, torch, deepspeed
-from wandistiller.distributed import collectives
-from wandistiller.engine.patches import patch_deepspeed
-patch_deepspeed()
-collectives.init("warning")
-ds = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
-deepspeed.initialize(model=torch.nn.Linear(2, 2), config=ds | {"zero_optimization": {"stage": 2}})
-assert "torch._inductor.lowering" not in sys.modules
-collectives.destroy()
-"""
-    run([sys.executable, "-c", code])
+def test_steps_with_adam_import_nothing_of_torch_s_compiler() -> None:
+    assert call(compiler.is_imported_after_steps, [1, 2, 3], ranks=1) == [False]
 
 
 def test_pin_memory_exports_nothing_of_a_libstdcpp_that_is_linked_statically(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from wandistiller.network.names import set_parameter
 from wandistiller.student import calibration
 from wandistiller.student.calibration import measure
-from wandistiller.student.pruning import CalibrationStats, fits_rope, plan, rope_pairs, rope_units
+from wandistiller.student.pruning import CalibrationStats, fits_rope, rope_pairs, rope_units, strongest_cut
 from wandistiller.student.slicing import WidthSlicer
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import transformer
@@ -44,7 +44,7 @@ def cut_of(
     if config.image_dim:
         config = config.replaced(added_kv_proj_dim=config.width)
     measured = measured or measure([teacher], [lambda: predict(teacher)])
-    cuts = plan(config, whole, list(range(len(teacher.blocks))), measured, state.__getitem__)
+    cuts = strongest_cut(config, whole, list(range(len(teacher.blocks))), measured, state.__getitem__)
     student = config.meta()
     for name, module in list(student.named_modules()):
         own = [leaf for leaf, _ in module.named_parameters(recurse=False)]

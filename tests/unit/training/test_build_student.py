@@ -13,7 +13,7 @@ import pytest
 import torch
 from networks import network_of
 from reading import read_run
-from recipes import TEACHER_FP32, recipe, student_engine, train
+from recipes import SHARDED, recipe, student_engine, train
 from slow_cases import slow_but
 from small_wan import small_transformer
 from states import state
@@ -190,7 +190,7 @@ def test_a_run_that_begins_again_takes_what_was_measured_and_drawn_with_the_teac
     assert [(alone / name).read_bytes() for name in names] == contents
 
 
-@pytest.mark.parametrize(("name", "teacher"), slow_but([], [("sharded", TEACHER_FP32), ("owner", OWNER)]))
+@pytest.mark.parametrize(("name", "teacher"), slow_but([], [("sharded", SHARDED), ("owner", OWNER)]))
 def test_two_ranks_measure_and_choose_as_one(
     folder: Path, wan2: Path, alone: Path, name: str, teacher: dict
 ) -> None:
@@ -286,6 +286,6 @@ def test_a_run_goes_on_from_its_own_resolved_recipe(alone: Path) -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_run_that_shares_samples_is_not_built_by_ranks_that_compute_alone() -> None:
-    job: Any = SimpleNamespace(run=SimpleNamespace(context_parallel=2), resume_from=None)
+    job = SimpleNamespace(run=SimpleNamespace(context_parallel=2), resume_from=None)
     with pytest.raises(ValueError, match="made by `ranks_of`"):
         initial_learners(job, None, None)

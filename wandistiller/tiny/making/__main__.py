@@ -48,7 +48,7 @@ FOUNDATIONS = {
     "tokenizer": train_tokenizer,
     "text_encoder": train_text_encoder,
 }
-PARTS = [*FOUNDATIONS, *(stage.part for stage in WORLDS["image"].stages)]
+PART_NAMES = [*FOUNDATIONS, *(stage.part for stage in WORLDS["image"].stages)]
 
 
 def make(world: World, work: Path, *, only: str | None = None) -> None:
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--world", choices=WORLDS, default="image", help="what the teacher draws")
     parser.add_argument("--output", type=Path, help="pipeline folder to make")
     parser.add_argument("--work", type=Path, help="folder of finished stages; <output>.work unless given")
-    parser.add_argument("--only", choices=PARTS, help="make this part and stop")
+    parser.add_argument("--only", choices=PART_NAMES, help="make this part and stop")
     parser.add_argument("--score", type=Path, metavar="DIR", help="print the measured table of this folder")
     parser.add_argument("--num", type=int, default=200, help="prompts per row of the table")
     parser.add_argument("--steps", type=int, default=40, help="sampler steps")
