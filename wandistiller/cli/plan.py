@@ -93,11 +93,11 @@ def _of_run(
         choice = chosen(job, with_disk(job, True), here)
         job, lines = choice.job, [*choice.lines(machine), ""]
     job, of_optimizer = with_optimizer(job, with_disk(job, False))
-    undecided, (job, of_kernels) = job, with_kernels(job, machine, here=here)
+    _, of_kernels = with_kernels(job, machine, here=here)  # times are of eager blocks, as no run was compiled
     lines += [*of_optimizer, *of_kernels, ""] if of_optimizer or of_kernels else []
     text, short = report(job, with_disk(job, False), Times(job, machine, rates), here, price)
     room = with_disk(job, True)
-    fits = [*choices(undecided, room, here=here, by_teacher=True)]  # stage 3 too
+    fits = [*choices(job, room, here=here, by_teacher=True)]
     lines += [*text, "", "shipped JSONs that fit, the simplest first:" if fits else "no shipped JSONs fit"]
     for choice in fits:
         changes = choice.job.teacher.weights not in (None, job.teacher.weights)
