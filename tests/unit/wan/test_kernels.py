@@ -87,7 +87,6 @@ def test_a_compiled_block_moves_at_most_105_and_140_bytes_for_each_number_of_its
     out_BSD.backward(torch.empty_like(out_BSD))
     without, forward, backward = *found, traffic.total / x_BSD.numel()
     torch.compiler.reset()
-    print(without, forward, backward)
     assert 0 < without <= 105 and 0 < forward <= 105 and 0 < backward <= 140
 
 
