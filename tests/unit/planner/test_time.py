@@ -96,7 +96,7 @@ def test_streamed_weights_come_once_for_all_micro_steps_whose_hidden_states_take
     assert Times(run, ONE_24, RATES).moving() == pytest.approx(66 / together * once)
 
 
-@pytest.mark.parametrize(("compiled", "nbytes"), [(False, 245), (True, 102)])
+@pytest.mark.parametrize(("compiled", "nbytes"), [(False, 245), (True, 101)])
 def test_a_block_moves_bytes_for_each_number_of_its_state(
     published: Path, *, compiled: bool, nbytes: int
 ) -> None:
