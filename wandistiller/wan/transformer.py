@@ -55,7 +55,8 @@ def velocity(model: nn.Module, state: State, call: Callable[..., Any] | None = N
 
 def _timestep(model: nn.Module, state: State) -> Tensor:
     """Return t_B = 1000 sigma; where the first frame is given t_BS of each patch, 0 of that frame's."""
-    t_B = (state.sigma_B * TRAIN_TIMESTEPS).float()
+    precision = torch.promote_types(state.sigma_B.dtype, torch.float32)
+    t_B = (state.sigma_B.to(precision) * TRAIN_TIMESTEPS).float()
     if state.conditioning.first_BCFHW is None:
         return t_B
     frames, *sides = (n // p for n, p in zip(state.x_t_BCFHW.shape[2:], model.config.patch_size, strict=True))
