@@ -188,8 +188,9 @@ def _serve(around: int) -> None:
     patch_deepspeed()
     CPUAdamBuilder().load()
     if "SIMULATED_GPUS" in os.environ:
-        _take_async_io_of_cpus()
-    _plan_usual_runs()
+        _take_async_io_of_cpus()  # and no plan: to trace a backward pass, autograd starts a thread for a GPU
+    else:
+        _plan_usual_runs()
 
     gc.freeze()  # imported objects are never garbage; scanning them again takes each rank a second or more
     gc.enable()

@@ -95,15 +95,6 @@ def test_a_teacher_of_all_micro_steps_at_once_has_the_losses_of_replicas_bitwise
 
 
 @pytest.mark.slow
-def test_a_resumed_run_has_the_losses_of_student_and_critic_bit_for_bit(
-    folder: Path, wan2: Path, whole: Path
-) -> None:
-    middle = str(whole / "checkpoints" / "step_00000002")
-    resumed = trained(folder, wan2, "resumed", 1, resume=middle)
-    assert losses(resumed) == losses(whole)[2:] and of_critic(resumed) == of_critic(whole)[2:]
-
-
-@pytest.mark.slow
 def test_a_critic_with_fewer_updates_goes_on_where_the_run_is_in_its_schedule(
     folder: Path, wan2: Path
 ) -> None:

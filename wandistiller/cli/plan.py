@@ -60,15 +60,15 @@ def plan_lines(flags: PlanFlags, lines: list[str]) -> None:
     written, planned, total = values | flags.settings, [], 0.0
     for job in jobs:
         before = planned[-1].job if planned else None
-        text, plan = _of_run(replace(job, previous=before), machine, rates, here, price)
-        planned.append(plan)
+        text, stage = _of_run(replace(job, previous=before), machine, rates, here, price)
+        planned.append(stage)
         lines += [*([f"==== stage {job.stage}", ""] if job.stage else []), *text]
-        total += Times(plan.job, machine, rates).whole()
+        total += Times(stage.job, machine, rates).whole()
     if len(jobs) > 1:
         lines.append(f"all {len(jobs)} stages: about {duration(total)} for their steps and rollouts")
     if len(jobs) > 1 and price is not None:
         lines.append(f"they cost about {cost(total, machine, price)}")
-    best = {plan.job.stage: plan.fits[0] for plan in planned if plan.fits}
+    best = {stage.job.stage: stage.fits[0] for stage in planned if stage.fits}
     adapters = None if len(best) == len(planned) else adapters_of(defaults | written, jobs[0], machine)
     lines += verdict(planned, adapters)
     if file := flags.recommend:
@@ -76,7 +76,7 @@ def plan_lines(flags: PlanFlags, lines: list[str]) -> None:
         if not recommended:
             raise ConfigError(f"Nothing fits that could be recommended. {HELPS}.")
         lines += recommended.write(file, machine)
-    elif any(plan.short for plan in planned):
+    elif any(stage.short for stage in planned):
         raise ConfigError("The run does not fit this machine; the last lines of the plan say what does.")
 
 

@@ -61,15 +61,15 @@ class Recommended(NamedTuple):
 
 def verdict(planned: list[Planned], adapters: Recommended | None) -> list[str]:
     """Say whether every stage fits, and if not, what does."""
-    names = [plan.job.stage for plan in planned if plan.short]
-    if not names and not all(plan.job.teacher.memory_known for plan in planned):
+    names = [stage.job.stage for stage in planned if stage.short]
+    if not names and not all(stage.job.teacher.memory_known for stage in planned):
         return ["verdict: whether it fits is not known"]
     if not names:
         fits = f"all {len(planned)} stages fit" if len(planned) > 1 else "it fits"
-        engines = [one.job.student_engine for one in planned]
-        kept = {engine.optimizer_on == "none" for engine in engines if engine.is_offload_open}
-        places = [", optimizers in CPU memory", ", optimizers on the GPUs"]
-        return [f"verdict: {fits}{places[kept.pop()] if len(kept) == 1 else ''}"]
+        engines = [stage.job.student_engine for stage in planned]
+        on_gpus = {engine.optimizer_on == "none" for engine in engines if engine.is_offload_open}
+        words = [", optimizers in CPU memory", ", optimizers on the GPUs"]
+        return [f"verdict: {fits}{words[on_gpus.pop()] if len(on_gpus) == 1 else ''}"]
     lines = [f"verdict: it does NOT fit{': stage ' * bool(names[0])}{', '.join(names)}"]
     if fitting := _fitting_flags(planned):
         return [*lines, "it fits with", f"  {fitting}"]
@@ -86,10 +86,10 @@ def verdict(planned: list[Planned], adapters: Recommended | None) -> list[str]:
 
 def _fitting_flags(planned: list[Planned]) -> str | None:
     """Return flags with which every stage fits: the student's engine alone, if that is enough."""
-    known = all(plan.job.teacher.memory_known for plan in planned)
-    if known and all(next(choices(plan.job, plan.machine, (True, False)), None) for plan in planned):
+    known = all(stage.job.teacher.memory_known for stage in planned)
+    if known and all(next(choices(stage.job, stage.machine, (True, False)), None) for stage in planned):
         return AUTO
-    first, *others = ([choice.teacher for choice in plan.fits] for plan in planned)
+    first, *others = ([choice.teacher for choice in stage.fits] for stage in planned)
     common = next((name for name in first if all(name in names for names in others)), None)
     return f"{AUTO} --teacher_deepspeed_config {common}" if common else None
 

@@ -229,8 +229,8 @@ class Evaluator:
         base: Teacher | None = None,
     ) -> PlacedPipeline:
         """Load a side; both have the teacher's text encoder and VAE."""
-        given = self._conditions, placement, self._vae, facts, base
-        return PlacedPipeline(folder, sampling, *given, ranks=self._ranks)
+        parts = self._conditions, placement, self._vae, facts, base
+        return PlacedPipeline(folder, sampling, *parts, ranks=self._ranks)
 
     @property
     def _is_base(self) -> bool:

@@ -86,7 +86,7 @@ def few_steps_sentence(facts: Facts) -> str:
 
 def call_in_diffusers(source: Source) -> dict[str, str]:
     """Return the class of the `pipeline` in diffusers, the `call` that draws, and what it `imports`."""
-    facts, pipeline, helpers, image, more = source.published, "WanPipeline", [], "", ""
+    facts, pipeline, helpers, image, pillow = source.published, "WanPipeline", [], "", ""
     save = 'frames[0].save("image.png")'
     if facts.num_frames > 1:
         helpers.append("export_to_video")
@@ -94,10 +94,10 @@ def call_in_diffusers(source: Source) -> dict[str, str]:
     if facts.image_to_video:
         helpers.append("load_image")
         pipeline, image = "WanImageToVideoPipeline", _images(facts)
-        more = "from PIL import Image, ImageOps\n"
+        pillow = "from PIL import Image, ImageOps\n"
     imports = f"from diffusers.utils import {', '.join(helpers)}\n" if helpers else ""
     call = CALL.format(**vars(facts), image=image, save=save)
-    return {"pipeline": pipeline, "imports": imports + more, "call": call}
+    return {"pipeline": pipeline, "imports": imports + pillow, "call": call}
 
 
 def _images(facts: Facts) -> str:

@@ -262,8 +262,8 @@ class Dmd2(Term):
         if self.gan:
             numel = sample.x0_BCFHW[0].numel()  # inside: a mean's gradient is too small for float16
             slope_BCFHW = yield Slope(CRITIC, sample, lambda p: numel * softplus(-realism(p)).sum())
-        judged = _learned_by_critic(sample, real) if self.shared else [Ask(CRITIC, sample)]
-        teacher, critic, *true = yield [Ask(TEACHER, sample), *judged]
+        to_critic = _learned_by_critic(sample, real) if self.shared else [Ask(CRITIC, sample)]
+        teacher, critic, *true = yield [Ask(TEACHER, sample), *to_critic]
         velocities = teacher.v_BCFHW, critic.v_BCFHW.detach()
         gradient_BCFHW, numbers = towards_teacher(sample, *velocities, projected=self.projected)
         if self.gan:

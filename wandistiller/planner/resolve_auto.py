@@ -262,13 +262,13 @@ def _micro_batches(job: Job, json: DeepSpeedJson) -> Iterator[Job]:
 
 
 def placements_like(
-    given: Placement, machine: Machine, here: bool, weights: Weights
+    like: Placement, machine: Machine, here: bool, weights: Weights
 ) -> Iterator[tuple[str, Placement]]:
-    """The shipped placements that `machine` may gain from, with the keys of the given, the simplest first.
+    """The shipped placements that `machine` may gain from, with the keys of `like`, the simplest first.
 
     In its own format every placement that holds it, in another the shipped JSONs that name it.
     """
-    engine, is_same = given.engine, weights == given.weights
+    engine, is_same = like.engine, weights == like.weights
     keys = {key for key in Placement.keys() if is_same or key != "weights"}
     block = {key: value for key, value in engine.block.items() if key in keys}
     for name, placement in teachers(engine.precision, machine.topology, None if is_same else weights):

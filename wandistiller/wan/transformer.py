@@ -36,26 +36,27 @@ def called_in_turn(model: WanTransformer3DModel) -> list[nn.Module]:
 
 def velocity(model: nn.Module, state: State, call: Callable[..., Any] | None = None) -> Tensor:
     """Call a WanTransformer3DModel as `NetworkConfig.velocity` says."""
-    dtype, given = model.patch_embedding.weight.dtype, state.conditioning
-    inputs = [given.with_given(state.x_t_BCFHW), given.joined_BCFHW]
+    dtype, conditioning = model.patch_embedding.weight.dtype, state.conditioning
+    inputs = [conditioning.with_given(state.x_t_BCFHW), conditioning.joined_BCFHW]
     image: dict[str, Tensor] = {}
-    if (image_BLD := given.image_BLD) is not None:
+    if (image_BLD := conditioning.image_BLD) is not None:
         if model.config.pos_embed_seq_len:  # diffusers takes those of two frames one after the other
             image_BLD = image_BLD.unflatten(1, (2, -1)).flatten(0, 1)
         image["encoder_hidden_states_image"] = image_BLD.to(dtype)
     v_BCFHW = (call or model)(
         hidden_states=torch.cat([x_BCFHW.to(dtype) for x_BCFHW in inputs if x_BCFHW is not None], dim=1),
         timestep=_timestep(model, state),
-        encoder_hidden_states=network_text(model, given.text_BLD.to(dtype)),
+        encoder_hidden_states=network_text(model, conditioning.text_BLD.to(dtype)),
         **image,
         return_dict=False,
     )[0].float()
-    return given.without_given(v_BCFHW)
+    return conditioning.without_given(v_BCFHW)
 
 
 def _timestep(model: nn.Module, state: State) -> Tensor:
     """Return t_B = 1000 sigma; where the first frame is given t_BS of each patch, 0 of that frame's."""
-    t_B = (state.sigma_B * TRAIN_TIMESTEPS).float()
+    precision = torch.promote_types(state.sigma_B.dtype, torch.float32)
+    t_B = (state.sigma_B.to(precision) * TRAIN_TIMESTEPS).float()
     if state.conditioning.first_BCFHW is None:
         return t_B
     frames, *sides = (n // p for n, p in zip(state.x_t_BCFHW.shape[2:], model.config.patch_size, strict=True))

@@ -1,4 +1,4 @@
-"""Ranks with other settings or nodes, for test_identity_agreement.py and test_resolve_auto_ranks.py."""
+"""Ranks with other settings or nodes, for test_identity.py and test_resolve_auto_ranks.py."""
 
 import dataclasses
 from collections.abc import Iterator

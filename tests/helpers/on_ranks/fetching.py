@@ -1,4 +1,4 @@
-"""Called on ranks by test_train_fetched_by_one.py: when each of them looks at its teacher's weights."""
+"""Called on ranks by test_train.py: when each of them looks at its teacher's weights."""
 
 import time
 from pathlib import Path

@@ -88,7 +88,7 @@ def test_adapters_of_a_higher_rank_begin_as_the_file(published: Path, wan1: Path
     assert torch.equal(before, sampled(teacher))
     for layer, (a, b) in read_lora(published).layers.items():
         teacher.get_parameter(f"{layer}.weight").data += b @ a
-    torch.testing.assert_close(sampled(model), sampled(teacher), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(sampled(model), sampled(teacher), rtol=1e-4, atol=1e-5)
     assert not torch.equal(sampled(model), before)
 
 
