@@ -82,15 +82,24 @@ class State:
     conditioning: Conditioning
     expert: Expert
     """Equal on all ranks for one micro-step."""
+    guided_B: Tensor | None = None
+    """How often guidance counts in the teacher's prediction for each sample: 0 or above; None: once."""
 
     def tensors(self) -> list[Tensor]:
-        return [self.x_t_BCFHW, self.sigma_B, *self.conditioning.tensors()]
+        guided = [] if self.guided_B is None else [self.guided_B]
+        return [self.x_t_BCFHW, self.sigma_B, *guided, *self.conditioning.tensors()]
 
     def with_tensors(self, tensors: list[Tensor]) -> "State":
         """Return the state of other samples, with what `tensors` returned for them."""
         x_t_BCFHW, sigma_B, *others = tensors
-        conditioning = self.conditioning.with_tensors(others)
-        return State(x_t_BCFHW=x_t_BCFHW, sigma_B=sigma_B, conditioning=conditioning, expert=self.expert)
+        guided_B = None if self.guided_B is None else others.pop(0)
+        return State(
+            x_t_BCFHW=x_t_BCFHW,
+            sigma_B=sigma_B,
+            guided_B=guided_B,
+            conditioning=self.conditioning.with_tensors(others),
+            expert=self.expert,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

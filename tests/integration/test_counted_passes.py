@@ -61,12 +61,14 @@ def watch(trainer: Trainer) -> Counter:
     return counted
 
 
+@pytest.mark.parametrize(("guidance_share", "worth"), slow_but([(0.5, 9.5)], [(1, 10), (0.5, 9.5)]))
 def test_a_step_whose_samples_go_on_makes_ten_passes_in_place_of_forty_one(
-    wan1: Path, tmp_path: Path, one_rank: torch.device
+    wan1: Path, tmp_path: Path, one_rank: torch.device, guidance_share: float, worth: float
 ) -> None:
     """A backward pass counts twice."""
     engine = student_engine(2, train_micro_batch_size_per_gpu=8)
-    given = {"objective": CARRIED, "guidance_scale": 4.0, "deepspeed_config": engine}
+    objective = CARRIED | {"guidance_share": guidance_share}
+    given = {"objective": objective, "guidance_scale": 4.0, "deepspeed_config": engine}
     given |= RUNS["adapters on one base"] | {"output_dir": str(tmp_path / "run")}
     trainer = trainer_of(recipe(tmp_path, wan1, **given))
     counted, planned = watch(trainer), passes(trainer.job)
@@ -75,7 +77,7 @@ def test_a_step_whose_samples_go_on_makes_ten_passes_in_place_of_forty_one(
         trainer.train_step(step)
         found = {role: Passes(*(counted[role, kind] / 8 for kind in Passes._fields)) for role in planned}
         assert found == {role: pytest.approx(each) for role, each in planned.items()}
-        assert sum(each.forward + 2 * each.backward for each in found.values()) == 10
+        assert sum(each.forward + 2 * each.backward for each in found.values()) == worth
 
 
 @pytest.mark.parametrize("run", slow_but(["two networks in one update, on one base"], RUNS))

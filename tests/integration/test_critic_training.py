@@ -125,7 +125,7 @@ def test_a_critic_with_fewer_updates_goes_on_where_the_run_is_in_its_schedule(
         ("shared_joint", [SHARED | {"sampler": "renoise"}, {"name": "consistency", "weight": 3}]),
         ("joint", [DMD2 | {"sampler": "renoise"}, {"name": "consistency", "weight": 3}]),
         ("heads", DMD2 | {"gan": 0.03}),
-        ("carried", CARRIED | MIXED | {"critic_follows": 0.03}),
+        ("carried", CARRIED | MIXED | {"critic_follows": 0.03, "guidance_share": 0.5}),
         ("carried_heads", DMD2 | {"carried": True, "gan": 0.03, "critic_start": "teacher"}),
         ("carried_joint", [CARRIED | {"sampler": "renoise"}, {"name": "consistency", "weight": 3}]),
     ],

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wandistiller.evaluation.clip import Clip
 from wandistiller.monitoring.headline import Estimated
-from wandistiller.monitoring.health_checks import after_given, contrast_spread
+from wandistiller.monitoring.health_checks import after_given, colour_stats
 from wandistiller.tiny import shapes, video_scores
 from wandistiller.tiny.blotches import have_blotches, off_colour
 from wandistiller.utils.images import MOST_FRAMES, evenly
@@ -104,6 +104,11 @@ class DrawnBatch:
     def off_colour_BFHW(self) -> Tensor:
         """Distance of each pixel from the line between its scene's two colours."""
         return off_colour(self.pixels_BCFHW, self.scenes)
+
+    @cached_property
+    def colours_BK(self) -> Tensor:
+        """Numbers of `colour_stats`."""
+        return colour_stats(self.pixels_BCFHW)
 
     @cached_property
     def clip(self) -> tuple[Tensor, Tensor]:
@@ -223,8 +228,10 @@ METRICS = [
     Metric(
         name="contrast_spread",
         label="spread of local contrast",
-        compute=lambda drawn: contrast_spread(drawn.pixels_BCFHW),
+        compute=lambda drawn: drawn.colours_BK[:, 0],
     ),
+    Metric(name="contrast", label="contrast of pictures", compute=lambda drawn: drawn.colours_BK[:, 1]),
+    Metric(name="saturation", label="saturation of pictures", compute=lambda drawn: drawn.colours_BK[:, 2]),
     Metric(
         name=SPREAD,
         label="spread of latents",

@@ -49,7 +49,9 @@ class SampleStats(NamedTuple):
     size: float = math.nan
     """Mean absolute value of the latents' elements."""
     contrast_spread: float = math.nan
-    """Of the pictures, as `contrast_spread`."""
+    """Of the pictures, as of `colour_stats`, and the two after it."""
+    contrast: float = math.nan
+    saturation: float = math.nan
     off_colour: float = math.nan
     """Mean distance of pixels from the two colours that the prompt asks for; of the embedded worlds alone."""
     blotched: float = math.nan
@@ -79,31 +81,36 @@ def sample_stats(x0_BCFHW: Tensor, other_BCFHW: Tensor | None = None, given_fram
 
 
 def picture_stats(pixels_BCFHW: Tensor, names: Sequence[str] | None) -> Tensor:
-    """Return the other numbers of SampleStats for each sample, those of pictures, float32, CPU, [B, 3].
+    """Return the other numbers of SampleStats for each sample, those of pictures, float32, CPU, [B, 5].
 
     Args:
         pixels_BCFHW: in [0, 1].
         names: of the samples' scenes; None: they are of no embedded world.
     """
-    spread_B = contrast_spread(pixels_BCFHW)
-    colour_B = blotched_B = torch.full_like(spread_B, torch.nan)
+    colours_BK = colour_stats(pixels_BCFHW)
+    colour_B = blotched_B = torch.full_like(colours_BK[:, 0], torch.nan)
     if names is not None:
         distance_BFHW = off_colour(pixels_BCFHW, names)
         colour_B, blotched_B = distance_BFHW.flatten(1).mean(1), have_blotches(distance_BFHW).float()
-    return torch.stack([spread_B, colour_B, blotched_B], 1)
+    return torch.cat([colours_BK, colour_B[:, None], blotched_B[:, None]], 1)
 
 
-def contrast_spread(pixels_BCFHW: Tensor) -> Tensor:
-    """Return spread_B of local contrast: its standard deviation over a frame, mean of all frames; on the CPU.
+def colour_stats(pixels_BCFHW: Tensor) -> Tensor:
+    """Return spread of local contrast, contrast and saturation, means over frames, on the CPU, [B, 3].
 
-    Local contrast is the root mean square over channels of the standard deviation in windows of PATCH_PX.
+    Contrast is the standard deviation of a frame's pixels, local contrast the root mean square over channels
+    of that in windows of PATCH_PX, of which the spread is the deviation over a frame. Saturation is the
+    distance of a pixel's largest channel from its smallest, a mean over pixels.
     """
-    spreads = []
+    of_frames = []
     for frame_BCHW in pixels_BCFHW.detach().unbind(2):  # one at a time: a clip of 720p has 900 MB
         mean_BCHW, square_BCHW = (avg_pool2d(x.float(), PATCH_PX) for x in (frame_BCHW, frame_BCHW.square()))
         contrast_BHW = (square_BCHW - mean_BCHW.square()).clamp(min=0).mean(1).sqrt()
-        spreads.append(contrast_BHW.flatten(1).std(1, correction=0))
-    return torch.stack(spreads).mean(0).cpu()
+        frame_BCHW = frame_BCHW.float()
+        deviations = (x.flatten(1).std(1, correction=0) for x in (contrast_BHW, frame_BCHW))
+        saturation_BHW = frame_BCHW.amax(1) - frame_BCHW.amin(1)
+        of_frames.append(torch.stack([*deviations, saturation_BHW.flatten(1).mean(1)], 1))
+    return torch.stack(of_frames).mean(0).cpu()
 
 
 def nearer_to_1(spread: float, size: float) -> float:

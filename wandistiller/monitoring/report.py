@@ -44,6 +44,8 @@ OF_SAMPLES = {
     "distance": ("variety of samples", "latents of two seeds of one prompt, root mean square"),
     "size": ("size of samples", "mean absolute value of the latents"),
     "contrast_spread": ("spread of local contrast", "standard deviation over windows of the pictures"),
+    "contrast": ("contrast of samples", "standard deviation of the pictures' pixels"),
+    "saturation": ("saturation of samples", "largest channel less the smallest, mean over pixels"),
     "off_colour": ("other colours than the prompt's", "mean distance of pixels from its two colours"),
     "blotched": ("samples with a blotch", "share that has one of another colour in any frame"),
 }

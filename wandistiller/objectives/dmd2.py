@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
-from annotated_types import Ge, Le
+from annotated_types import Ge, Gt, Le
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, softplus
 
@@ -145,6 +145,8 @@ class Dmd2(Term):
     """The gradient that moves the samples loses its part along the critic's residual there."""
     compare: Literal["noise", "path", "mixed"] = WITH_NOISE
     """Where the student learns from its samples: with new noise, on its own Euler step, or half on each."""
+    guidance_share: Annotated[float, Gt(0), Le(1)] = 1.0
+    """Share of the samples that the teacher predicts with guidance, which counts so much more for them."""
     gan: NotNegative = 0.0
     """Weight, such as 0.03, of heads on the critic that tell samples from cached latents; 0: no heads."""
 
@@ -209,7 +211,8 @@ class Dmd2(Term):
 
     def draw(self, role: str, source: MicroBatches, update: int, micro: int) -> dict[str, State]:
         turn = self._turn(role, update, source.schedule)
-        batch = drawn(source, update, micro, self.compare if role == STUDENT else WITH_NOISE, turn)
+        compared = (self.compare, turn, self.guidance_share) if role == STUDENT else ()
+        batch = drawn(source, update, micro, *compared)
         if not self.gan or role == STUDENT and not self.shared:
             return {ROLLOUT: batch}
         begun = self.begun(role, update, source.schedule)
@@ -263,7 +266,7 @@ class Dmd2(Term):
             numel = sample.x0_BCFHW[0].numel()  # inside: a mean's gradient is too small for float16
             slope_BCFHW = yield Slope(CRITIC, sample, lambda p: numel * softplus(-realism(p)).sum())
         to_critic = _learned_by_critic(sample, real) if self.shared else [Ask(CRITIC, sample)]
-        teacher, critic, *true = yield [Ask(TEACHER, sample), *to_critic]
+        teacher, critic, *true = yield [Ask(TEACHER, sample, guided=self.guidance_share), *to_critic]
         velocities = teacher.v_BCFHW, critic.v_BCFHW.detach()
         gradient_BCFHW, numbers = towards_teacher(sample, *velocities, projected=self.projected)
         if self.gan:

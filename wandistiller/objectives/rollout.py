@@ -67,13 +67,19 @@ class Renoised(State):
 
 
 def drawn(
-    source: MicroBatches, update: int, micro: int, compare: str = WITH_NOISE, turn: Turn | None = None
+    source: MicroBatches,
+    update: int,
+    micro: int,
+    compare: str = WITH_NOISE,
+    turn: Turn | None = None,
+    guidance_share: float = 1.0,
 ) -> Rollout:
     """Draw the noise that the student samples from, its calls, and where its samples are compared.
 
     Args:
         compare: WITH_NOISE, ON_PATH or MIXED.
         turn: of roll-outs that go on from update to update; None: they begin in this one, and end anywhere.
+        guidance_share: samples that the teacher predicts with guidance, which counts so much more for them.
     """
     schedule, index_B = source.schedule, source.indices(update, micro)
     exits = schedule.exits()
@@ -100,13 +106,21 @@ def drawn(
     start_BCFHW, noise_BCFHW, *new_noise = (
         conditioning.with_given(to_device(t, device)) for t in (start_BCFHW, noise_BCFHW, *new_noise)
     )
+    guided = _guided(schedule, update, index_B, guidance_share)
+    guided_B = to_device(torch.tensor(guided), device) if guidance_share < 1 else None
     return Rollout(
         x_t_BCFHW=start_BCFHW,
         sigma_B=torch.ones_like(sigma_B),
         conditioning=conditioning,
         expert=schedule.few.expert(0),
         exit=exit_,
-        renoise=State(x_t_BCFHW=noise_BCFHW, sigma_B=sigma_B, conditioning=conditioning, expert=expert),
+        renoise=State(
+            x_t_BCFHW=noise_BCFHW,
+            sigma_B=sigma_B,
+            conditioning=conditioning,
+            expert=expert,
+            guided_B=guided_B,
+        ),
         new_noise=tuple(new_noise),
         end=end,
         on_path_B=to_device(torch.tensor(on_path), device),
@@ -118,6 +132,12 @@ def _is_on_path(compare: str, schedule: FlowSchedule, sample_index: int) -> bool
     if compare == MIXED:  # drawn for each pair: the indices of all of the student's updates may be odd
         return (sample_index + int(2 * schedule.uniform("compared", sample_index // 2))) % 2 == 0
     return compare == ON_PATH
+
+
+def _guided(schedule: FlowSchedule, update: int, index_B: list[int], share: float) -> list[float]:
+    """Return 1 / share for a share of an update's samples, which are evenly spread, and 0 for the others."""
+    phase = schedule.uniform("guided", update)
+    return [1 / share if (phase + i * share) % 1 < share else 0.0 for i in index_B]
 
 
 def renoised(batch: Rollout, v_BCFHW: Tensor) -> Renoised:
@@ -153,6 +173,7 @@ def renoised(batch: Rollout, v_BCFHW: Tensor) -> Renoised:
         sigma_B=at.sigma_B,
         conditioning=at.conditioning,
         expert=at.expert,
+        guided_B=at.guided_B,
         x0_BCFHW=x0_BCFHW,
         target_BCFHW=target_BCFHW,
     )

@@ -28,6 +28,8 @@ class Ask:
     state: State
     blocks: tuple[int, ...] = ()
     """Blocks of the teacher whose hidden states are needed."""
+    guided: float = 1.0
+    """Share of the samples that the teacher predicts with guidance, for the plan."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,7 +2,7 @@
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from math import ceil
@@ -34,6 +34,8 @@ class ScriptPasses(NamedTuple):
     """Predictions before the pass that learns, by role."""
     after: Counter[str]
     """Predictions after it, by role."""
+    guided: float
+    """Of these predictions those of the teacher's that have guidance."""
     slopes: Counter[str]
     """Gradients in a network's input, by role."""
     learned: list[Counter[str]]
@@ -54,21 +56,32 @@ def passes_asked(job: Job, updates: Sequence[str] = ()) -> dict[str, Passes]:
         updates: each by its role; by default those of a step.
     """
     forward, backward = Counter(), Counter()
-    for role, updates_of_role in Counter(updates or job.objective.updates).items():
-        scripts = played_scripts(job, role)
-        for script in scripts:
-            share = updates_of_role / len(scripts)
-            forward[STUDENT] += share * script.rolled_out
-            for name, number in script.learned[0].items():
-                forward[name] += share * number * previews(job, role, script)
-            for name, number in [*script.before.items(), *script.after.items()]:
-                forward[name] += share * number * (branches(job) if name == TEACHER else 1)
-            for name, number in script.slopes.items():  # forward, and backward to the input alone
-                forward[name] += share * 2 * number
-            for name, number in sum(script.learned, Counter()).items():
-                forward[name] += share * number
-                backward[name] += share * number
+    for share, role, script in _of_step(job, updates):
+        forward[STUDENT] += share * script.rolled_out
+        for name, number in script.learned[0].items():
+            forward[name] += share * number * previews(job, role, script)
+        for name, number in [*script.before.items(), *script.after.items()]:
+            forward[name] += share * number
+        forward[TEACHER] += share * script.guided * (branches(job) - 1)
+        for name, number in script.slopes.items():  # forward, and backward to the input alone
+            forward[name] += share * 2 * number
+        for name, number in sum(script.learned, Counter()).items():
+            forward[name] += share * number
+            backward[name] += share * number
     return {role: Passes(forward[role], backward[role]) for role in (TEACHER, STUDENT, *job.networks.others)}
+
+
+def teacher_calls(job: Job, updates: Sequence[str] = ()) -> float:
+    """Return the mean number of the teacher's predictions for a sample in each of the updates."""
+    scripts = _of_step(job, updates)
+    return sum(share * (script.before + script.after)[TEACHER] for share, _, script in scripts)
+
+
+def _of_step(job: Job, updates: Sequence[str] = ()) -> Iterator[tuple[float, str, ScriptPasses]]:
+    """Yield the mean number of times that updates play a script, its role, and its passes."""
+    for role, number in Counter(updates or job.objective.updates).items():
+        scripts = played_scripts(job, role)
+        yield from ((number / len(scripts), role, script) for script in scripts)
 
 
 def base_sweeps(job: Job, of_step: Sequence[str] = ()) -> dict[str, float]:
@@ -173,7 +186,7 @@ def _play(
     drawn = objective.draw(role, source, update, 0)
     script = objective.roll_out(role, drawn, schedule, carried_BCFHW)
     states = played(script, lambda ask: rolled_out.append(ask) or _zero(ask))
-    counted = before, after, slopes = Counter(), Counter(), Counter()
+    before, after, slopes, guided = Counter(), Counter(), Counter(), 0.0
     play, learned = Play(partial(objective.script, role, states, schedule)), []
     while play.questions:
         learns = Counter(q.role for q in play.questions if isinstance(q, Learn))
@@ -181,10 +194,12 @@ def _play(
         for question in play.questions:
             if isinstance(question, Ask):
                 (after if learned else before)[question.role] += 1
+                guided += question.guided * (question.role == TEACHER)
             elif isinstance(question, Slope):
                 slopes[question.role] += 1
         play.answer([*map(_zero, play.questions)])
-    return ScriptPasses(len(rolled_out), *counted, learned), play.result[role].carried_BCFHW
+    made = ScriptPasses(len(rolled_out), before, after, guided, slopes, learned)
+    return made, play.result[role].carried_BCFHW
 
 
 def _zero(question: Ask | Slope | Learn) -> Prediction | Tensor:

@@ -21,7 +21,7 @@ from wandistiller.network.config import NetworkConfig
 from wandistiller.network.flops import count_flops
 from wandistiller.objectives.script import TEACHER
 from wandistiller.planner.machine import Machine
-from wandistiller.planner.passes import LEARNING, Passes, base_sweeps, passes_asked
+from wandistiller.planner.passes import LEARNING, Passes, base_sweeps, passes_asked, teacher_calls
 from wandistiller.planner.teacher_memory import sharers_of_a_call
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.system_memory import GIB
@@ -168,7 +168,7 @@ class Times:
         j = self.job
         if j.networks.share_base:
             return sum(base_sweeps(j, self._updates).values()) * self._fetching()
-        calls = passes(j, self._updates)[TEACHER].forward / branches(j)
+        calls = teacher_calls(j, self._updates)
         return calls * ceil(j.batch.accumulation / swept(j)) * self._passes() * self._fetching()
 
     def step(self) -> float:

@@ -84,7 +84,9 @@ class Guidance:
 class GuidedTeacher(Teacher):
     """A teacher with classifier-free guidance folded into its output; hidden states are the text branch's.
 
-    v_BCFHW = v_null + w (v_text - v_null). Source: Ho and Salimans 2022, arXiv:2207.12598.
+    v_BCFHW = v_null + w (v_text - v_null). Source: Ho and Salimans 2022, arXiv:2207.12598. Of a batch whose
+    samples have guidance in shares of their own, `guided_B`, w - 1 is multiplied by these, and only samples
+    with some have the null branch.
     """
 
     inner: Teacher
@@ -102,10 +104,10 @@ class GuidedTeacher(Teacher):
             guided = {i: pair["null"] for i, pair in enumerate(pairs) if "null" in pair}
             for i, null in zip(guided, self.inner.predict_all([*guided.values()], ()), strict=True):
                 made[i]["null"] = null
-        return [self._guided(batch.expert, of_batch) for batch, of_batch in zip(batches, made, strict=True)]
+        return [self._guided(batch, of_batch) for batch, of_batch in zip(batches, made, strict=True)]
 
     def _branches(self, batch: State) -> dict[str, State]:
-        """Return the batch with its text, and with the negative prompt; their text in the same rows."""
+        """Return the batch with its text, and guided samples with the negative prompt; in as many rows."""
         if self.guidance.scales[batch.expert] == 1:
             return {"text": batch}  # the other would be multiplied by 0; config, so equal on all ranks
         given_BLD = batch.conditioning.text_BLD
@@ -113,17 +115,32 @@ class GuidedTeacher(Teacher):
         rows = max(null_1LD.shape[1], given_BLD.shape[1])
         text_BLD = padded(given_BLD, rows)
         null_BLD = padded(null_1LD, rows).expand_as(text_BLD).contiguous()
-        return {
-            name: replace(batch, conditioning=replace(batch.conditioning, text_BLD=t_BLD))
+        states = {
+            name: replace(batch, guided_B=None, conditioning=replace(batch.conditioning, text_BLD=t_BLD))
             for name, t_BLD in (("text", text_BLD), ("null", null_BLD))
         }
+        if batch.guided_B is not None:
+            rows_B = self._rows(batch.guided_B)
+            states["null"] = states["null"].with_tensors([t[rows_B] for t in states["null"].tensors()])
+        return states
 
-    def _guided(self, expert: Expert, branches: dict[str, Prediction]) -> Prediction:
+    def _rows(self, guided_B: Tensor) -> Tensor:
+        """Return the numbers of the samples that have the null branch; at least one if it is a call."""
+        rows_B = guided_B.nonzero().flatten()  # all ranks make the same calls
+        return rows_B if len(rows_B) or self.passes == 1 else rows_B.new_zeros(1)
+
+    def _guided(self, batch: State, branches: dict[str, Prediction]) -> Prediction:
         text = branches["text"]
         if "null" not in branches:
             return text
-        v_null_BCFHW = branches["null"].v_BCFHW
-        v_BCFHW = v_null_BCFHW + self.guidance.scales[expert] * (text.v_BCFHW - v_null_BCFHW)
+        v_null_BCFHW, scale = branches["null"].v_BCFHW, self.guidance.scales[batch.expert]
+        if batch.guided_B is None:
+            v_BCFHW = v_null_BCFHW + scale * (text.v_BCFHW - v_null_BCFHW)
+        else:
+            rows_B = self._rows(batch.guided_B)
+            part_B1111 = ((scale - 1) * batch.guided_B[rows_B]).view(-1, 1, 1, 1, 1)
+            away_BCFHW = part_B1111 * (text.v_BCFHW[rows_B] - v_null_BCFHW)
+            v_BCFHW = text.v_BCFHW.index_add(0, rows_B, away_BCFHW)
         # copies, as views would keep the null half
         return Prediction(v_BCFHW, {k: h_BSD.clone() for k, h_BSD in text.features.items()})
 

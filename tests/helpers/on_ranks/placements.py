@@ -38,10 +38,15 @@ def uneven_batch(config: TransformerConfig, expert: Expert, call: int, device: t
 
 
 def outputs(teacher: Any, config: TransformerConfig, device: torch.device) -> list[torch.Tensor]:
-    """Return velocities of five batches, and the first and last hidden states of every other batch."""
+    """Return velocities of five batches, and the first and last hidden states of every other batch.
+
+    In the fourth the first sample of each rank has no guidance.
+    """
     tensors = []
     for call, expert in enumerate((*Expert, *Expert, Expert.HIGH_NOISE)):
         batch = uneven_batch(config, expert, call, device)
+        if call == 3:
+            batch = replace(batch, guided_B=torch.arange(float(len(batch.sigma_B)), device=device))
         output = teacher.predict(batch, () if call % 2 else tuple({0, config.num_layers - 1}))
         tensors += [output.v_BCFHW.cpu(), *(state.cpu() for state in output.features.values())]
     return tensors

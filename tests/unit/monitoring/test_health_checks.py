@@ -13,7 +13,7 @@ from wandistiller.monitoring.health_checks import (
     WINDOW,
     HealthChecks,
     SampleStats,
-    contrast_spread,
+    colour_stats,
     picture_stats,
     sample_stats,
     write_stats,
@@ -189,12 +189,24 @@ def test_pictures_of_a_world_have_numbers_of_their_colours_and_others_of_their_c
     pixels_BCFHW = shapes.render(name)[None, :, None].repeat(2, 1, 1, 1, 1)
     pixels_BCFHW[1, :, 0, 40:43, 50:53] = torch.tensor([1.0, 0.0, 0.0]).view(3, 1, 1)
     of_world, others = picture_stats(pixels_BCFHW, [name] * 2), picture_stats(pixels_BCFHW, None)
-    assert of_world[:, 2].tolist() == [0, 1] and of_world[0, 1] < 1e-6 < of_world[1, 1]
-    assert torch.equal(of_world[:, 0], others[:, 0]) and others[:, 1:].isnan().all()
+    assert of_world[:, 4].tolist() == [0, 1] and of_world[0, 3] < 1e-6 < of_world[1, 3]
+    assert torch.equal(of_world[:, :3], others[:, :3]) and others[:, 3:].isnan().all()
 
 
 def test_the_spread_of_local_contrast_is_that_of_windows_in_which_pixels_alternate_and_flat_ones() -> None:
     pixels_BCFHW = torch.zeros(1, 3, 2, 16, 16)
     pixels_BCFHW[..., :8, ::2] = 0.8  # a deviation of 0.4 in half of the windows
-    assert contrast_spread(pixels_BCFHW).tolist() == pytest.approx([0.2])
-    assert contrast_spread(pixels_BCFHW[..., :8, :]).tolist() == pytest.approx([0.0], abs=1e-6)
+    assert colour_stats(pixels_BCFHW)[0, 0].item() == pytest.approx(0.2)
+    assert colour_stats(pixels_BCFHW[..., :8, :])[0, 0].item() == pytest.approx(0.0, abs=1e-6)
+
+
+def test_saturation_is_the_range_of_channels_and_contrast_the_deviation_of_all_pixels() -> None:
+    pixels_BCFHW = (
+        torch.tensor([[0.9, 0.5, 0.1], [0.4, 0.4, 0.4]]).view(2, 3, 1, 1, 1).repeat(1, 1, 2, 16, 16)
+    )
+    pixels_BCFHW[1, :, 1, :, 8:] = 0.8  # of the second frame alone
+    _, contrast_B, saturation_B = colour_stats(pixels_BCFHW).T
+    assert saturation_B.tolist() == pytest.approx([0.8, 0])
+    assert contrast_B.tolist() == pytest.approx(
+        [(0.32 / 3) ** 0.5, 0.1]
+    )  # of three values; of one frame in two

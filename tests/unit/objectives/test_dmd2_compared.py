@@ -71,6 +71,33 @@ def test_one_of_two_samples_is_on_the_path_and_the_other_as_without_it_whatever_
         assert torch.equal(mixed.x_t_BCFHW, plain.x_t_BCFHW) and mixed.exit == plain.exit
 
 
+def test_guidance_counts_twice_for_every_second_sample_whatever_divides_them() -> None:
+    seen = set()
+    for update in range(20):
+        (whole,), parts = (
+            [
+                Dmd2(guidance_share=0.5).draw(STUDENT, source(SCHEDULE, n), update, m)[Dmd2.states].renoise
+                for m in range(8 // n)
+            ]
+            for n in (8, 1)
+        )
+        assert whole.guided_B.tolist() in ([0, 2] * 4, [2, 0] * 4)
+        assert torch.equal(whole.guided_B, torch.cat([part.guided_B for part in parts]))
+        seen.add(whole.guided_B[0].item())
+    assert seen == {0, 2}
+
+
+def test_guidance_of_a_third_of_the_samples_is_that_of_all_in_the_mean_over_many_updates() -> None:
+    term, texts = Dmd2(guidance_share=1 / 3), source(SCHEDULE)
+    means = [
+        renoised(batch, torch.zeros_like(batch.x_t_BCFHW)).guided_B.mean()
+        for update in range(300)
+        for batch in [term.draw(STUDENT, texts, update, 0)[Dmd2.states]]
+    ]
+    assert sum(means) / len(means) == pytest.approx(1, abs=0.05)
+    assert term.draw(CRITIC, texts, 0, 0)[Dmd2.states].renoise.guided_B is None
+
+
 def test_of_one_sample_an_update_about_half_are_on_the_path() -> None:
     """The student's updates, each sixth, have odd indices alone."""
     alone = MicroBatches(Texts(), SCHEDULE, BatchSize(1, 1, 1), SHAPE)

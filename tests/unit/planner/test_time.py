@@ -196,6 +196,17 @@ def test_an_update_of_two_networks_takes_one_roll_out_or_none_and_a_pass_of_each
     assert sum(each.forward + 2 * each.backward for each in made.values()) == worth
 
 
+def test_guidance_of_half_of_the_samples_saves_half_a_pass_and_no_way_of_the_weights(published: Path) -> None:
+    dmd2 = {"name": "dmd2", "steps": 4, "shared": True, "critic_updates": 1}
+    streamed = {"teacher_deepspeed_config": {"wandistiller": {"placement": "streamed"}}}
+    whole, half = (
+        job(published, EIGHT_80, objective=dmd2 | more, **GPU | streamed)
+        for more in ({}, {"guidance_share": 0.5})
+    )
+    assert (passes(whole)["teacher"], passes(half)["teacher"]) == ((2, 0), (1.5, 0))
+    assert Times(whole, EIGHT_80, RATES).moving() == Times(half, EIGHT_80, RATES).moving() > 0
+
+
 def test_a_critic_of_adapters_from_the_teacher_is_as_large_as_from_the_student(published: Path) -> None:
     lora = {"lora": {"rank": 8}, "student_config": {}}
     runs = (

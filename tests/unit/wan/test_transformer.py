@@ -207,6 +207,31 @@ def test_guidance_blends_text_and_null_branch(wan1: Path, scale: float) -> None:
     torch.testing.assert_close(guided.velocity(b), expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("guided", [[2.0, 0.0, 0.5], [0.0, 0.0, 0.0]])
+def test_guidance_of_some_samples_moves_these_alone_by_so_much_more(
+    wan1: Path, passes: int, guided: list[float]
+) -> None:
+    """The other samples have no null branch; but where that is a call of its own, all ranks make it."""
+    text_BLD, null_LD = keyed_normal((3, 512, 32), "text"), keyed_normal((512, 32), "null")
+    b = state(keyed_normal((3, 16, 1, 4, 4), "x"), torch.rand(3), text_BLD, Expert.HIGH_NOISE)
+    network = network_of(by_diffusers(wan1 / "transformer", torch.float32))
+    inner, calls = LocalTeacher(dict.fromkeys(Expert, network)), []
+    text, null = (
+        inner.velocity(replace(b, conditioning=Conditioning(t_BLD)))
+        for t_BLD in (text_BLD, null_LD.expand(3, -1, -1))
+    )
+    network.module.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append(len((*args, *kwargs.values())[0])), with_kwargs=True
+    )
+    guidance, guided_B = Guidance(null_LD, dict.fromkeys(Expert, 4.0)), torch.tensor(guided)
+    v = GuidedTeacher(inner, guidance, passes).velocity(replace(b, guided_B=guided_B))
+    expected = text + 3 * guided_B.view(-1, 1, 1, 1, 1) * (text - null)
+    torch.testing.assert_close(v, expected, rtol=0, atol=1e-4)
+    some = int(guided_B.count_nonzero())
+    assert calls == ([3 + some] if passes == 1 else [3, max(1, some)])
+
+
 def test_what_a_config_leaves_to_diffusers_is_diffusers_default(
     wan1: Path, copy_of: Callable[..., Path]
 ) -> None:
