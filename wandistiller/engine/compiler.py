@@ -32,17 +32,25 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     torch._dynamo.config.recompile_limit = VARIANTS
     torch._dynamo.config.allow_ignore_mark_dynamic = True  # where it has no effect: more variants, no error
+    torch._dynamo.config.suppress_errors = (
+        True  # a compiler that fails after hours of preparation ends no run
+    )
     torch._inductor.config.emulate_precision_casts = True
     logging.getLogger("torch._dynamo.convert_frame").addFilter(_in_words)  # once, as in `drop_noise`
     return torch.compile(function)
 
 
 def _in_words(record: logging.LogRecord) -> bool:
-    """Log in one line that torch compiles no more variants, in place of its own warning; let others pass."""
-    if gives_up := "hit config." in record.msg:
+    """Log in one line that blocks stay eager, in place of torch's own warning; let other records pass."""
+    if "hit config." in record.msg:
         text = "compile   torch gives up after %s variants of a block: it computes further ones eagerly (%s)"
         log.warning(text, record.args[1], str(record.args[3]).strip().partition("\n")[0])
-    return not gives_up
+    elif "WON'T CONVERT" in record.msg:
+        why = record.msg.partition("\n\nSet TORCHDYNAMO")[0].strip().rpartition("\n")[2]
+        log.warning("compile   torch cannot compile a block: it computes it eagerly (%s)", why)
+    else:
+        return True
+    return False
 
 
 def log_compiled(before: float) -> float:

@@ -33,6 +33,21 @@ def test_where_torch_gives_up_one_line_says_so(
     )
 
 
+def test_a_block_that_does_not_compile_is_computed_eagerly_and_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.compiler.reset()
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/bin/false",))
+    with caplog.at_level(logging.WARNING), torch._inductor.config.patch(force_disable_caches=True):
+        assert torch.equal(compiled(lambda x: 2 * x)(torch.ones(3)), torch.full((3,), 2.0))
+    torch.compiler.reset()
+    (line,) = (record.message for record in caplog.records if record.name == "wandistiller")
+    assert (
+        line.startswith("compile   torch cannot compile a block: it computes it eagerly (")
+        and "/bin/false" in line
+    )
+
+
 def test_what_was_compiled_is_logged_once(eager_backend: None, caplog: pytest.LogCaptureFixture) -> None:
     before = log_compiled(0.0)
     compiled(lambda x: 3 * x)(torch.ones(3))
