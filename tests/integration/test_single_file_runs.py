@@ -42,7 +42,8 @@ def losses(run: Path) -> list[float]:
 def test_prepare_and_two_steps_are_those_of_the_folder(
     placement: str, teachers: dict[str, Path | str], tmp_path: Path
 ) -> None:
-    more = {"max_steps": 2, "teacher_deepspeed_config": PLACEMENTS[placement]}
+    # the embedded teacher has a usual guidance of its own
+    more = {"max_steps": 2, "guidance_scale": 2.0, "teacher_deepspeed_config": PLACEMENTS[placement]}
     runs = [train(tmp_path / name, teacher, ranks=1, **more) for name, teacher in teachers.items()]
     assert losses(runs[0]) == losses(runs[1])
     for part in ("transformer", "vae", "text_encoder"):
@@ -68,6 +69,7 @@ def test_pictures_of_files_are_those_of_the_folder(teachers: dict[str, Path | st
     pictures = []
     for name, teacher in teachers.items():
         words = ["--prompts", "a red circle", "--steps", 2, "--height", 32, "--width", 32]
+        words += ["--guidance_scale", 2]
         output = tmp_path / name
         wandistiller("sample", "--model", str(teacher), *map(str, words), "--output", output)
         pictures.append(sorted((file.name, file.read_bytes()) for file in output.glob("*.png")))
