@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from wandistiller.experts import Expert
+from wandistiller.export.formats.diffusers import _copy_component
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import TINY, read_json
 from wandistiller.wan.loaded_components import Encoder, load_vae
@@ -168,6 +169,20 @@ def test_no_weight_is_copied(files: Path) -> None:
     assert {f.suffix for f in copied} == {".json"}
 
 
+def test_an_export_copies_a_vae_under_diffusers_names_and_leaves_the_user_s_file(
+    files: Path, tmp_path: Path
+) -> None:
+    vae = tmp_path / "diffusion_pytorch_model.safetensors"  # the name that the copy has
+    vae.write_bytes(before := (files.parent / VAE).read_bytes())
+    here = {key: str(files.parent / name) for key, name in read_json(files).items()} | {"vae": vae.name}
+    view = open_wan(str(write_json(tmp_path / "t.json", here))).path
+    _copy_component(view / "vae", copied := tmp_path / "student" / "vae")
+    assert vae.read_bytes() == before
+    made, stored = weights_in(copied), weights_in(TEACHER / "vae")
+    assert made.keys() == stored.keys() and all(torch.equal(value, made[n]) for n, value in stored.items())
+    assert {file.name for file in copied.iterdir()} == {"config.json", vae.name}
+
+
 def spoilt(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
     def spoil(file: Path) -> None:
         state = load_file(file)
@@ -222,7 +237,11 @@ BAD = {
         "a pickle of PyTorch...wan_2.1_vae",
     ),
     "cut off": (TEXT, lambda file: file.write_bytes(file.read_bytes()[:-9]), "no whole safetensors file"),
-    "no tokenizer": (TEXT, spoilt(lambda s: s.pop("spiece_model")), "missing: `spiece_model`"),
+    "no tokenizer": (
+        TEXT,
+        spoilt(lambda s: s.pop("spiece_model")),
+        "the tensor `spiece_model`, cannot be read",
+    ),
     "damaged tokenizer": (
         TEXT,
         spoilt(lambda s: s.update(spiece_model=torch.full((9,), 255, dtype=torch.uint8))),

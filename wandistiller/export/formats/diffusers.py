@@ -15,7 +15,7 @@ from wandistiller.network.folder import Folder
 from wandistiller.network.sampling import few_step_config
 from wandistiller.network.weight_reader import DIFFUSERS_STEM, RENAMED, WeightReader
 from wandistiller.utils.errors import problem
-from wandistiller.utils.files import link_or_copy, read_json, write_json
+from wandistiller.utils.files import atomic, link_or_copy, read_json, write_json
 from wandistiller.wan.checks import IMAGE_TO_VIDEO
 from wandistiller.wan.components import IMAGE_PARTS, known_config
 from wandistiller.wan.hub import is_used
@@ -76,7 +76,8 @@ def _copy_component(source: Path, target: Path) -> None:
     link_or_copy(source, target)
     index = target / f"{DIFFUSERS_STEM}.safetensors.index.json"
     if index.is_file() and RENAMED in read_json(index).get("metadata", {}):
-        save_file(WeightReader(source).state(), target / f"{DIFFUSERS_STEM}.safetensors", {"format": "pt"})
+        with atomic(target / f"{DIFFUSERS_STEM}.safetensors") as file:  # not into a link of that name
+            save_file(WeightReader(source).state(), file, {"format": "pt"})
         index.unlink()
     for file in target.iterdir():
         if not is_used(f"{target.name}/{file.name}"):
