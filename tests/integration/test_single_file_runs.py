@@ -9,16 +9,16 @@ import torch
 from comfy_files import comfy_files, weights_in
 from diffusers import WanPipeline
 from ranks import wandistiller
-from recipes import TEACHER_FP32, recipe_file, train
+from recipes import REPLICATED, SHARDED, recipe_file, train
 from slow_cases import slow_but
 
 from wandistiller.utils.files import TINY
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "files": {"wandistiller": {"placement": "files"}},
-    "replicated": {"zero_optimization": {"stage": 0}},
+    "replicated": REPLICATED,
     "streamed": {"wandistiller": {"placement": "streamed"}},
-    "sharded": TEACHER_FP32,
+    "sharded": SHARDED,
 }
 
 
