@@ -43,6 +43,7 @@ setup(
         "jinja2",
         "numpy",
         "pillow",
+        "protobuf",  # the tokenizer in ComfyUI's text encoder
         "pyyaml",
         "psutil",
         "py-cpuinfo",

@@ -126,7 +126,7 @@ NOT_FINITE = "holds numbers that are not finite. Fetch the folder again."
 ZEROS = "tensor(s) hold nothing but zeros: `...A download left holes in it"
 SPOILT = [  # how, and the case; its name says which part
     (unfinite(math.nan), Case("text encoder", (f"t/text_encoder: tensor `...{NOT_FINITE}",), recipe=OF_T)),
-    (unfinite(math.nan), Case("vae", (f"t/vae: tensor `...{NOT_FINITE}",), recipe=OF_T)),
+    (unfinite(math.nan), Case("vae", (IN_FILE.replace("transformer", "vae"),), recipe=OF_T)),
     (unfinite(math.inf), Case("student's folder", (IN_FILE,), {"student.json": {"init": "{here}/t"}})),
     (zeroed, Case("transformer", (f"t/transformer: ...{ZEROS}",), recipe=OF_T)),
     (zeroed, Case("text encoder", (f"t/text_encoder: ...{ZEROS}",), recipe=OF_T)),

@@ -57,6 +57,8 @@ class Facts:
     """Hashes of the contents of these files."""
     teacher_identity: str | None = None
     """Commit or fingerprint of the networks in the teacher's folder."""
+    teacher_hub_id: str | None = None
+    """The published pipeline that a teacher of single files is of."""
     teacher_weights: str | None = None
     """Format of the teacher's quantised weights."""
     image_to_video: bool | None = None

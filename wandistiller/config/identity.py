@@ -144,6 +144,7 @@ def provenance(job: Job) -> Facts:
         teacher_lora=job.folder.added_settings or None,
         teacher_lora_digests=[added.digest for added in job.folder.added] or None,
         teacher_identity=job.folder.weights_identity,
+        teacher_hub_id=job.folder.hub_id,
         image_to_video=job.folder.config.takes_image or None,
         **{key: getattr(r, key) for key in media},
         **quantized_facts(job.teacher),

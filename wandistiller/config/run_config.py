@@ -74,7 +74,7 @@ paths, engines, learning, size, output, this_start = (
 class RunConfig:
     """All keys of a recipe, and the flags of a start. None: the teacher's own value, or as the help says."""
 
-    teacher_path: Name = paths("", "diffusers Wan pipeline: folder, hub id, or `tiny` (embedded)")
+    teacher_path: Name = paths("", "Wan pipeline: folder, hub id, JSON of ComfyUI's files, `tiny` (embedded)")
     teacher_revision: str | None = paths(None, "branch, tag or commit of a hub id; default its main branch")
     teacher_lora: AddedLoras | None = paths(
         None, 'LoRA files added to the teacher, such as a style: FILE, or {"file": FILE, "strength": 0.8}'

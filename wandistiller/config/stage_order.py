@@ -155,7 +155,7 @@ def _pipeline_before(job: Job) -> Folder | None:
     if job.previous:
         return job.previous.folder
     name = job.start.facts.teacher_path if job.start else job.student.init
-    if name not in TINY and not (Path(name) / "model_index.json").is_file():
+    if name not in TINY and not ((Path(name) / "model_index.json").is_file() or Path(name).suffix == ".json"):
         return None
     try:
         return open_wan(name)

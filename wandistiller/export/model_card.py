@@ -151,7 +151,7 @@ def _front_matter(source: Source, relation: str, folder: Path) -> tuple[str, boo
         teacher = source.teacher(weights=False)
     except ConfigError:  # it is gone; its name is left
         teacher = None
-    hub_id = source.hub_id
+    hub_id = source.hub_id or source.facts.teacher_hub_id or ""
     base = {"base_model": [hub_id], "base_model_relation": relation} if hub_id else {}
     terms = licence(teacher, hub_id)
     link = Path(terms.get("license_link", ""))

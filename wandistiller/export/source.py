@@ -27,7 +27,7 @@ from wandistiller.utils.errors import ConfigError, Place, problem, readable
 from wandistiller.utils.logging import current, set_activity
 from wandistiller.wan.added_lora import read_recorded
 from wandistiller.wan.lora_experts import BOTH, is_full_model, sides_of, split_side
-from wandistiller.wan.original_names import original_name
+from wandistiller.wan.original_names import names_in
 from wandistiller.wan.pipeline import open_wan
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -237,10 +237,6 @@ def _checkpoint(folder: Path, share: tuple[int, int]) -> Path:
     return checkpoint
 
 
-PREFIXES = ("", "model.", "diffusion_model.", "model.diffusion_model.")
-"""What may stand before the names in a single file; the last two ComfyUI writes."""
-
-
 class WholeModel(Source):
     """A pipeline, a transformer's folder, or a file with the original Wan's names, of a teacher's shape."""
 
@@ -262,10 +258,7 @@ class WholeModel(Source):
         place = next((folder for folder in inside if folder.is_dir()), self.folder)
         reader = WeightReader(place.parent, place.stem) if place.is_file() else WeightReader(place)
         wanted, stored = self.facts.config.shapes, reader.stored
-        spellings = [
-            {n: prefix + spell(n) for n in wanted} for prefix in PREFIXES for spell in (str, original_name)
-        ]
-        names = max(spellings, key=lambda names: len(stored.keys() & names.values()))
+        names = names_in(stored, wanted)
         other = [key for n, key in names.items() if key not in stored or list(stored[key].shape) != wanted[n]]
         other += sorted(stored.keys() - {*names.values()})
         if other or any(tensor.dtype.itemsize < 2 for tensor in stored.values()):

@@ -87,6 +87,10 @@ class Folder(Protocol):
         return (self.shortest - 1) // self.temporal + 1
 
     @property
+    def hub_id(self) -> str | None:
+        """The published pipeline that single files are of; None: it is a folder, or known by its own name."""
+
+    @property
     def identity(self) -> str:
         """Equal for networks of the same weights: a commit or the files' fingerprint, and what is added."""
         # a hub id's weights may not be here yet, but its commit identifies them

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from math import prod
@@ -73,8 +73,12 @@ CHUNK_BYTES = 2 * 2**20  # read, converted and checked at a time, while it is in
 READERS = 4
 """Threads that read the parts of a tensor in CPU memory: one is slower than a disk, or a file in memory."""
 NAMED = 5  # tensors named in one message
-POSITIONS = "position_ids"
-"""Numbers 0, 1, ... that transformers before 4.31 stored with CLIP; they are no weights."""
+TOKENIZER = "spiece_model"
+NO_WEIGHTS = {("I64", "position_ids"): 8, ("U8", TOKENIZER): 1}
+"""Type, end of the name and bytes of an element of tensors that are none: the numbers 0, 1, ... that
+transformers before 4.31 stored with CLIP, and the tokenizer in ComfyUI's text encoder."""
+RENAMED = "renamed"
+"""Key of an index's metadata where files have names of others: the name here -> the name in the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,8 @@ class Stored:
     shape: torch.Size
     begin: int
     """Bytes from the start of the file."""
+    name: str
+    """Its name in the file."""
 
 
 class WeightReader:
@@ -131,9 +137,14 @@ class WeightReader:
             raise ConfigError(*problems)
         for file, header in headers.items():  # of a tensor in two files, the one that the index names
             self.stored |= {name: t for name, t in header.items() if weight_map.get(name, file) == file}
+        if renamed := read_json(index)["metadata"].get(RENAMED) if weight_map else None:
+            stored = {name: self.stored[in_file] for name, in_file in renamed.items()}
+            self.stored = {name: replace(t, file=t.file.resolve()) for name, t in stored.items()}
 
-    def problems(self, expected: dict[str, torch.Size], ignored: list[str] | None) -> list[str]:
-        """List the tensors that are missing, unexpected, or of another shape than the config's model has."""
+    def problems(
+        self, expected: dict[str, torch.Size], ignored: Iterable[str] | None, of: str = "config.json"
+    ) -> list[str]:
+        """List the tensors that are missing, unexpected, or of another shape than the model `of` that has."""
         missing, extra = expected.keys() - self.stored.keys(), self.stored.keys() - expected.keys()
         extra = {name for name in extra if not any(part in name for part in ignored or ())}
         problems = []
@@ -142,16 +153,25 @@ class WeightReader:
                 shown = ", ".join(f"`{n}`" for n in sorted(names)[:NAMED])
                 others = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
                 problems.append(
-                    f"{self.folder}: {len(names)} tensor(s) {what}: {shown}{others}. Its config.json and its "
-                    "weights do not belong together, or they are of a wrapped model, of which the network "
-                    "itself must be saved. Fetch the folder again."
+                    f"{self.folder}: {len(names)} tensor(s) {what}: {shown}{others}. Its weights and {of} do "
+                    "not belong together, or they are of a wrapped model, of which the network itself must "
+                    "be saved. Fetch the folder again."
                 )
         for name in sorted(expected.keys() & self.stored.keys()):
             stored, shape = self.stored[name], expected[name]
             if stored.shape != shape:
-                shapes = f"has the shape {list(stored.shape)}; config.json asks for {list(shape)}"
+                shapes = f"has the shape {list(stored.shape)}; {of} asks for {list(shape)}"
                 problems.append(f"{stored.file}: tensor `{name}` {shapes}. Fetch the folder again.")
         return problems
+
+    def state(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Read all tensors as they are stored, or converted; raise ConfigError with what is wrong in them."""
+        state = {name: torch.empty(t.shape, dtype=dtype or t.dtype) for name, t in self.stored.items()}
+        for name, value in state.items():
+            self.read(name, value)
+        if self.faults:
+            raise ConfigError(*self.faults)
+        return state
 
     def read(self, name: str, out: Tensor, first: int = 0) -> None:
         """Fill `out` with the elements from `first` on of a tensor's row-major order, converted to its dtype.
@@ -247,11 +267,11 @@ def _header(file: Path) -> dict[str, Stored]:
         begin = 8 + int.from_bytes(opened.read(8), "little")
     stored: dict[str, Stored] = {}
     for name, (dtype, shape) in entries.items():
-        if dtype == "I64" and name.endswith(POSITIONS):
-            begin += 8 * prod(shape)
+        if nbytes := NO_WEIGHTS.get((dtype, name.rpartition(".")[2])):
+            begin += nbytes * prod(shape)
             continue
         if dtype not in DTYPES:
             raise ValueError(f"it holds numbers of type {dtype}; known are {', '.join(DTYPES)}.")
-        stored[name] = Stored(file, DTYPES[dtype], torch.Size(shape), begin)
+        stored[name] = Stored(file, DTYPES[dtype], torch.Size(shape), begin, name)
         begin += prod(shape) * DTYPES[dtype].itemsize
     return stored

@@ -13,7 +13,7 @@ from wandistiller.experts import Expert
 from wandistiller.network.folder import Folder, Need, Usual
 from wandistiller.network.weight_reader import WeightReader
 from wandistiller.utils.errors import ConfigError, Place, problem, readable
-from wandistiller.utils.files import TINY
+from wandistiller.utils.files import TINY, read_json
 from wandistiller.wan import added_lora, checks, components, hub, loaded_components, schedulers, vae
 from wandistiller.wan.added_lora import AddedLora
 from wandistiller.wan.components import IMAGE_PARTS, text_config
@@ -44,6 +44,11 @@ class WanFolder(Folder):
     @property
     def is_tiny(self) -> bool:
         return self.path in TINY.values()
+
+    @property
+    def hub_id(self) -> str | None:
+        is_of_files = self.name.endswith(".json")
+        return read_json(self.path / "model_index.json").get("_name_or_path") if is_of_files else None
 
     @property
     def spatial(self) -> int:

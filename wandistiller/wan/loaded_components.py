@@ -11,6 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from wandistiller.network.folder import Folder
+from wandistiller.network.weight_reader import TOKENIZER, WeightReader
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.images import to_pil
@@ -32,7 +33,9 @@ def load_text_encoder(folder: Path, dtype: torch.dtype, **options: Any) -> "tran
     """
     config = components.umt5_config(read_json(folder / "config.json"))
     options |= {"config": config, "use_safetensors": True, "trust_remote_code": False}
-    return sound(transformers.UMT5EncoderModel.from_pretrained(folder, dtype=dtype, **options), folder)
+    beside = {"_keys_to_ignore_on_load_unexpected": [TOKENIZER]}  # in ComfyUI's file
+    kind = type("UMT5EncoderModel", (transformers.UMT5EncoderModel,), beside)
+    return sound(kind.from_pretrained(folder, dtype=dtype, **options), folder)
 
 
 def load_vae(folder: Path) -> FittingVae:
@@ -43,9 +46,11 @@ def load_vae(folder: Path) -> FittingVae:
     Raises:
         ConfigError: weights that cannot be right.
     """
-    vae = sound(FittingVae.from_pretrained(folder, dtype=torch.float32, use_safetensors=True), folder)
+    with torch.device("meta"):
+        vae = FittingVae.from_config(read_json(folder / "config.json"))
+    vae.load_state_dict(WeightReader(folder).state(torch.float32), assign=True)
     vae.enable_slicing()
-    return vae
+    return sound(vae, folder)
 
 
 def load_image_encoder(folder: Path) -> "transformers.CLIPVisionModel":

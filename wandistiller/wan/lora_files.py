@@ -88,7 +88,7 @@ def read_lora(
 def header_of(file: Path) -> tuple[list[str], dict[str, str]]:
     """Return keys and metadata of a file; none if it is unreadable, as the reader of its weights says."""
     try:
-        with safe_open(file, "pt") as opened:
+        with safe_open(file, "np") as opened:
             return list(opened.keys()), opened.metadata() or {}
     except (OSError, SafetensorError):
         return [], {}

@@ -1,5 +1,6 @@
 """Opens a diffusers Wan pipeline: a folder, a hub id or an embedded one, whose JSON files are checked."""
 
+import json
 import re
 import shlex
 from pathlib import Path, PurePosixPath
@@ -12,12 +13,13 @@ from wandistiller.wan import checks, components
 from wandistiller.wan.folder import WanFolder
 from wandistiller.wan.hub import CONFIG_FILES, WEIGHT_FILES, fetch
 from wandistiller.wan.schedulers import own_settings, shift_key
+from wandistiller.wan.single_files import EXAMPLE, folder_of
 from wandistiller.wan.transformer_config import TransformerConfig
 
 
 @readable()
 def open_wan(name: str, weights: bool = False, revision: str | None = None) -> WanFolder:
-    """Describe a diffusers Wan pipeline: a folder, a hub id, `tiny` or `tiny-video`.
+    """Describe a diffusers Wan pipeline: a folder, a hub id, `tiny` or `tiny-video`, a JSON of files.
 
     Args:
         weights: for a hub id, fetch the weights too and not only the JSON files.
@@ -29,6 +31,11 @@ def open_wan(name: str, weights: bool = False, revision: str | None = None) -> W
     if ADDRESS.match(name):
         hub_id = "/".join(PurePosixPath(name).parts[2:4])
         raise ConfigError(f"{name}: is an address. Give the hub id, such as {hub_id}, or a folder here.")
+    if path.suffix == ".json":
+        path = folder_of(path)
+    if path.is_file():
+        remedy = f"Write a JSON that names all its files, and give that: {json.dumps(EXAMPLE)}."
+        raise ConfigError(f"{name}: is one file of a pipeline. {remedy}")
     if not path.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
         path = fetch(name, revision or "main", CONFIG_FILES + WEIGHT_FILES if weights else CONFIG_FILES)
         commit = path.name

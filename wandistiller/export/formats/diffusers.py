@@ -5,14 +5,17 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors.torch import save_file
+
 from wandistiller.export.model_card import HERE, call_in_diffusers, student_sentence, write_card
 from wandistiller.export.output import ExportFormat, check_folder, replaced
 from wandistiller.export.source import Source
 from wandistiller.flow import EULER
 from wandistiller.network.folder import Folder
 from wandistiller.network.sampling import few_step_config
+from wandistiller.network.weight_reader import DIFFUSERS_STEM, RENAMED, WeightReader
 from wandistiller.utils.errors import problem
-from wandistiller.utils.files import link_or_copy, read_json, write_json
+from wandistiller.utils.files import atomic, link_or_copy, read_json, write_json
 from wandistiller.wan.checks import IMAGE_TO_VIDEO
 from wandistiller.wan.components import IMAGE_PARTS, known_config
 from wandistiller.wan.hub import is_used
@@ -66,8 +69,16 @@ class DiffusersFormat(ExportFormat):
 
 
 def _copy_component(source: Path, target: Path) -> None:
-    """Copy the files of a teacher's part that are ever read, its JSON files with known keys only."""
+    """Copy the files of a teacher's part that are ever read, its JSON files with known keys only.
+
+    Tensors that have the original Wan's names there get diffusers'.
+    """
     link_or_copy(source, target)
+    index = target / f"{DIFFUSERS_STEM}.safetensors.index.json"
+    if index.is_file() and RENAMED in read_json(index).get("metadata", {}):
+        with atomic(target / f"{DIFFUSERS_STEM}.safetensors") as file:  # not into a link of that name
+            save_file(WeightReader(source).state(), file, {"format": "pt"})
+        index.unlink()
     for file in target.iterdir():
         if not is_used(f"{target.name}/{file.name}"):
             shutil.rmtree(file) if file.is_dir() else file.unlink()

@@ -50,7 +50,7 @@ For `{base}`, {layers} layers. {rank}. {made_for}
 import torch
 from diffusers import {classes}
 {imports}dtypes = {{"default": torch.bfloat16, "vae": torch.float32}}
-pipe = {pipeline}.from_pretrained("{base}", torch_dtype=dtypes)
+pipe = {pipeline}.from_pretrained("{pipeline_of}", torch_dtype=dtypes)
 {scheduler}
 {calls}
 {offload}
@@ -309,6 +309,7 @@ def write_adapter_card(
     call = model_card.call_in_diffusers(source)
     text = CARD.format(
         base=base,
+        pipeline_of=facts.teacher_hub_id if base == facts.teacher_path and facts.teacher_hub_id else base,
         **call,
         **_scheduler(source, call["pipeline"]),
         offload=_offload(facts),

@@ -96,8 +96,9 @@ class DeviceMap(OnOneRank):
             own_dtype = config.dtype_of(name, dtype)
             where = next((d for module, d in devices.items() if name.startswith(f"{module}.")), main)
             if where == "disk":
-                file, dtype_name = str(reader.stored[name].file), str(own_dtype).removeprefix("torch.")
-                index[name] = {"safetensors_file": file, "weight_name": name, "dtype": dtype_name}
+                stored, dtype_name = reader.stored[name], str(own_dtype).removeprefix("torch.")
+                files = {"safetensors_file": str(stored.file), "weight_name": stored.name}
+                index[name] = files | {"dtype": dtype_name}
                 value = p.to(own_dtype)
             else:
                 value = torch.empty(p.shape, dtype=own_dtype, device=where)
