@@ -25,7 +25,7 @@ def with_kernels(job: Job, machine: Machine, *, here: bool) -> tuple[Job, list[s
     engine, teacher, has_gpu = job.student_engine, job.teacher, machine.device_free is not None
     is_compiled, policy, lines = engine.kernels.compile, engine.recompute, []
     if engine.is_compile_open:
-        why = obstacle(
+        why = why_eager(
             bf16_gpu=has_bf16_gpu() if here else has_gpu,
             compiler=not here or find_spec("triton") is not None and has_compiler(),
             whole=engine.stage < 3 and (policy is None or policy.checkpoint == "blocks"),
@@ -43,7 +43,7 @@ def with_kernels(job: Job, machine: Machine, *, here: bool) -> tuple[Job, list[s
     return replace(job, student_engine=engine, teacher=teacher), lines
 
 
-def obstacle(*, bf16_gpu: bool, compiler: bool, whole: bool, teacher: bool, hours: float) -> str:
+def why_eager(*, bf16_gpu: bool, compiler: bool, whole: bool, teacher: bool, hours: float) -> str:
     """Return why blocks stay eager; empty: they are compiled.
 
     Args:
@@ -51,11 +51,11 @@ def obstacle(*, bf16_gpu: bool, compiler: bool, whole: bool, teacher: bool, hour
         teacher: its blocks may be compiled too.
         hours: of the run's steps.
     """
-    obstacles = {
+    reasons = {
         "there is no GPU that computes in bf16": not bf16_gpu,
         "Triton, a C compiler or Python.h is missing (apt install g++ python3-dev)": not compiler,
         "ZeRO-3, and recomputing parts of blocks, work on eager ones": not whole,
         "the teacher's JSON keeps its blocks eager, and both must round alike": not teacher,
         f"about {60 * hours:.0f} minutes of steps do not pay for it": hours < LEAST_HOURS,
     }
-    return next((why for why, is_so in obstacles.items() if is_so), "")
+    return next((why for why, is_so in reasons.items() if is_so), "")

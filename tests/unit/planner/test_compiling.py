@@ -11,7 +11,7 @@ from shipped import placement
 
 from wandistiller.config.job import Job
 from wandistiller.objectives.dmd2 import CRITIC
-from wandistiller.planner.compiling import obstacle, with_kernels
+from wandistiller.planner.compiling import why_eager, with_kernels
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.resolve_auto import Choice
 from wandistiller.utils.files import read_json
@@ -25,7 +25,7 @@ GOOD = {"bf16_gpu": True, "compiler": True, "whole": True, "teacher": True, "hou
 
 
 def test_nothing_speaks_against_compiled_blocks_of_a_long_run_on_a_gpu_with_triton() -> None:
-    assert obstacle(**GOOD) == ""
+    assert why_eager(**GOOD) == ""
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,8 @@ def test_nothing_speaks_against_compiled_blocks_of_a_long_run_on_a_gpu_with_trit
         ({"hours": 0.2}, "about 12 minutes of steps do not pay for it"),
     ],
 )
-def test_each_obstacle_is_named(other: dict[str, Any], why: str) -> None:
-    assert why in obstacle(**GOOD | other)
+def test_each_reason_for_eager_blocks_is_named(other: dict[str, Any], why: str) -> None:
+    assert why in why_eager(**GOOD | other)
 
 
 def run(published: Path, *, teacher: Any = "ds_configs/teacher/streamed.json", **block: Any) -> Job:
