@@ -89,11 +89,12 @@ def fill_auto(json: J, max_steps: int) -> J:
     lr = 5e-5 if lr == "auto" else lr
     filled = {"lr": lr, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0, "warmup_max_lr": lr}
     filled |= {"warmup_min_lr": 0, "warmup_num_steps": 1, "total_num_steps": max_steps, "stage": 2}
-    block, offload = {key: ds[key] for key in (BLOCK,) if key in ds}, json.section(OFFLOAD)
+    offload = json.section(OFFLOAD)
     if is_offload_open := offload.get("device") == "auto":
         offload["device"] = "cpu"
     if is_compile_open := json.section(BLOCK).get("compile") == "auto":
-        ds[BLOCK]["compile"] = False
+        del ds[BLOCK]["compile"]
+    block = {key: ds[key] for key in (BLOCK,) if ds.get(key, {}) != {}}
     opened = {"is_offload_open": is_offload_open, "is_compile_open": is_compile_open}
     return replace(json, raw=_without_auto(ds, filled) | block, **opened)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from on_ranks.agreeing import compared
 from ranks import call
-from recipes import recipe, student_engine
+from recipes import SHARDED, recipe, student_engine
 
 DIFFERENT = [
     {"max_steps": 21},
@@ -12,7 +12,7 @@ DIFFERENT = [
     {"prepare_batch": 3},
     {"deepspeed_config": student_engine(1)},
     {"deepspeed_config": student_engine(2, train_micro_batch_size_per_gpu=4)},
-    {"teacher_deepspeed_config": {"zero_optimization": {"stage": 0}}},
+    {"teacher_deepspeed_config": SHARDED},
     {"seed": 5},
     {"resume_from": Path("run/checkpoints/step_00000005")},
     {"is_spent": True},
