@@ -10,7 +10,6 @@ from comfy_files import comfy_files, weights_in
 from diffusers import WanPipeline
 from ranks import wandistiller
 from recipes import REPLICATED, SHARDED, recipe_file, train
-from slow_cases import slow_but
 
 from wandistiller.utils.files import TINY
 
@@ -38,7 +37,8 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("placement", slow_but(["files"], PLACEMENTS))
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", PLACEMENTS)
 def test_prepare_and_two_steps_are_those_of_the_folder(
     placement: str, teachers: dict[str, Path | str], tmp_path: Path
 ) -> None:
@@ -55,6 +55,7 @@ def test_prepare_and_two_steps_are_those_of_the_folder(
     student("a red circle", height=32, width=32, num_frames=1, num_inference_steps=1, guidance_scale=1.0)
 
 
+@pytest.mark.slow
 def test_the_same_command_resumes_and_a_dry_run_fetches_nothing(
     teachers: dict[str, Path | str], tmp_path: Path
 ) -> None:
