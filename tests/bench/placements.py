@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common import head, parser, row
-from ranks import ROOT, TEACHERS, launcher, metrics, run
+from ranks import ROOT, TEACHERS, launcher, metrics, run, runs_here
 
 
 def trained(name: str, folder: Path, steps: int, ranks: int) -> list[dict[str, Any]]:
@@ -37,7 +37,7 @@ def main() -> None:
     made.add_argument("--folder", type=Path, default=Path("runs/bench_placements"))
     made.add_argument("--max_steps", type=int, default=40)
     made.add_argument("--ranks", type=int, default=2)
-    made.add_argument("--placements", nargs="+", default=TEACHERS)
+    made.add_argument("--placements", nargs="+", default=[*filter(runs_here, TEACHERS)])
     args = made.parse_args()
     lines = {name: trained(name, args.folder, args.max_steps, args.ranks) for name in args.placements}
     losses = {name: [line["loss"] for line in entries] for name, entries in lines.items()}

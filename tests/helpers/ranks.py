@@ -155,9 +155,9 @@ TEACHERS = [name for name in teacher_jsons() if name not in ("auto", "streamed_i
 """The shipped teacher JSONs, one for each place of its weights as they are."""
 
 
-def runs_here(student: str) -> bool:
-    """Return whether this machine has all that a shipped student JSON needs."""
-    return student != "zero3_nvme" or has_async_io()
+def runs_here(name: str) -> bool:
+    """Return whether this machine has all that a shipped student or teacher JSON needs."""
+    return not name.endswith("_nvme") or has_async_io()
 
 
 def metrics(output: Path) -> list[dict[str, Any]]:
