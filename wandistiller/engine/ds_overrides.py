@@ -94,7 +94,9 @@ def fill_auto(json: J, max_steps: int) -> J:
         offload["device"] = "cpu"
     if is_compile_open := json.section(BLOCK).get("compile") == "auto":
         del ds[BLOCK]["compile"]
-    block = {key: ds[key] for key in (BLOCK,) if ds.get(key, {}) != {}}
+        if not ds[BLOCK]:
+            del ds[BLOCK]
+    block = {key: ds[key] for key in (BLOCK,) if key in ds}
     opened = {"is_offload_open": is_offload_open, "is_compile_open": is_compile_open}
     return replace(json, raw=_without_auto(ds, filled) | block, **opened)
 
