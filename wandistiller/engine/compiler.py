@@ -32,9 +32,8 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     torch._dynamo.config.recompile_limit = VARIANTS
     torch._dynamo.config.allow_ignore_mark_dynamic = True  # where it has no effect: more variants, no error
-    torch._dynamo.config.suppress_errors = (
-        True  # a compiler that fails after hours of preparation ends no run
-    )
+    # a compiler that fails after hours of preparation ends no run
+    torch._dynamo.config.suppress_errors = True
     torch._inductor.config.emulate_precision_casts = True
     logging.getLogger("torch._dynamo.convert_frame").addFilter(_in_words)  # once, as in `drop_noise`
     return torch.compile(function)
