@@ -7,7 +7,7 @@ sigma is in [0, 1] and 1 is pure noise; x_t = (1 - sigma) x0 + sigma noise; v = 
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -46,11 +46,6 @@ class Conditioning:
     def map(self, change: Callable[[Tensor], Tensor]) -> "Conditioning":
         """Return it with each tensor changed."""
         return self.with_tensors(map(change, self.tensors()))
-
-    def shortened(self, frames: int) -> "Conditioning":
-        """Return that of samples with the first latent frames alone."""
-        joined_BCFHW = self.joined_BCFHW
-        return self if joined_BCFHW is None else replace(self, joined_BCFHW=joined_BCFHW[:, :, :frames])
 
     def with_given(self, x_BCFHW: Tensor) -> Tensor:
         """Return latents, noisy latents or noise with the given first frame in its place.

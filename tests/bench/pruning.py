@@ -60,7 +60,7 @@ def main(folder: Path) -> None:
     collectives.init("warning")
     first = job_of(folder, {})
     data, conditions, teacher = prepare(first)
-    teacher = teacher or guided_teacher(first, conditions, data.sample_items)
+    teacher = teacher or guided_teacher(first, conditions)
     batches = calibration_of(first, data)
     head("student", "parameters of the teacher's", "relative velocity error", "by sigma")
     unguided = without_guidance(teacher)

@@ -30,7 +30,7 @@ def parts_of(job: Job) -> Parts:
     """Prepare the data, and load the teacher."""
     ranks = ranks_of(job)
     data, conditions, teacher = prepare(job, ranks)
-    return data, conditions, teacher or guided_teacher(job, conditions, data.sample_items, ranks)
+    return data, conditions, teacher or guided_teacher(job, conditions, ranks)
 
 
 def trainer_of(values: dict[str, Any], parts: Parts | None = None) -> Trainer:

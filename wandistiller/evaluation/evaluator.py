@@ -25,7 +25,8 @@ from wandistiller.evaluation.clip import Clip
 from wandistiller.evaluation.metrics import FEATURES, METRICS, DrawnBatch, Features, Metric
 from wandistiller.evaluation.pipelines import OTHERS, PeakMemory, PlacedPipeline, base_of
 from wandistiller.evaluation.sampling import Sampling
-from wandistiller.evaluation.velocity_error import SAMPLES, Band, bands, states_in
+from wandistiller.experts import Expert, expert_at
+from wandistiller.flow import with_noise
 from wandistiller.network.folder import Folder
 from wandistiller.teacher.base import Teacher
 from wandistiller.teacher.build import keeps_beside
@@ -34,8 +35,28 @@ from wandistiller.teacher.teacher_json import with_keys
 from wandistiller.tiny import clips, first_frames, shapes
 from wandistiller.tiny.blotches import are_scenes
 from wandistiller.utils.errors import ConfigError
+from wandistiller.utils.keyed_random import keyed_generator
 
 M = TypeVar("M", Metric, Features)
+EDGES = (0.0, 0.25, 0.5, 0.75, 0.875, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """An interval of sigma in [0, 1] with one expert of the teacher and one of the student."""
+
+    start: float
+    end: float
+    expert: Expert
+    student_expert: Expert
+
+
+def bands(teacher_boundary: float | None, student_boundary: float | None) -> list[Band]:
+    edges = sorted({*EDGES, *(b for b in (teacher_boundary, student_boundary) if b is not None)})
+    return [
+        Band(a, b, expert_at(a, teacher_boundary), expert_at(a, student_boundary))
+        for a, b in zip(edges, edges[1:], strict=False)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,8 +155,6 @@ class CandidateResult:
 
     by_steps: dict[int, Drawn]
     peak_gib: dict[str, float]
-    weights_error: dict[str, float] | None = None
-    """Error of a quantised teacher's velocities by band, of all ranks."""
 
     @property
     def in_own_steps(self) -> Drawn:
@@ -183,17 +202,11 @@ class Evaluator:
         for index, chunk, _ in round_robin(self._batches, self._ranks):
             for band in self._bands:
                 self._targets[index, band] = velocity(self._state(index, chunk, band)).cpu()
-        error = None
-        if s.placement.weights:  # of the first samples, the same for all ranks
-            x0_BCFHW = collectives.broadcast_object(self._x0[0][:SAMPLES].clone()).to(self._device)
-            samples = [self._samples[i] for i in self._batches[0][:SAMPLES]]
-            conditioning = self._conditions.of(samples).to(self._device)
-            error = candidate.quantization_error(x0_BCFHW, conditioning, s.seed)
         if self._is_base:
             self._base, self._before = candidate.network, memory
         else:
             candidate.close()
-        return CandidateResult(drawn, memory.peak_gib(), error)
+        return CandidateResult(drawn, memory.peak_gib())
 
     def student(self) -> tuple[CandidateResult, dict[int, Tensor]]:
         """Sample, and compare velocities: squares_S2 of error and target per band, by the prompt's number."""
@@ -302,5 +315,7 @@ class Evaluator:
         Noise and sigma are keyed by seed, prompt number and band.
         """
         conditioning = self._conditions.of([self._samples[i] for i in chunk]).to(self._device)
-        keys = [(self.settings.seed, "evaluate", i) for i in chunk]
-        return states_in(band, self._x0[index].to(self._device), conditioning, keys)
+        keys = [(self.settings.seed, "evaluate", i, band.start) for i in chunk]
+        uniform = (torch.rand((), generator=keyed_generator("sigma", *key)).item() for key in keys)
+        sigmas = [band.start + (band.end - band.start) * u for u in uniform]
+        return with_noise(self._x0[index].to(self._device), conditioning, band.expert, sigmas, keys)

@@ -9,17 +9,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from wandistiller.batch import Conditioning
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.data.conditions import Conditions
 from wandistiller.data.tensor_cache import Sample
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import empty_cache, held_memory, on_accelerator, synchronize
 from wandistiller.distributed.progress import Progress
-from wandistiller.distributed.sequence_parallel import ALONE, Ranks, whole_sequences
+from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.engine.workarounds import release_module_references
 from wandistiller.evaluation.sampling import Sampling, sampler, scales
-from wandistiller.evaluation.velocity_error import quantization_error
 from wandistiller.monitoring import memory_usage
 from wandistiller.network.folder import Folder, Vae
 from wandistiller.network.sampling import denoise
@@ -65,13 +63,13 @@ class PlacedPipeline:
                 out: they are merged into the weights.
         """
         self._folder, self._sampling, self._conditions, self._vae = folder, sampling, conditions, vae
-        self._facts, self._placement = facts, placement
+        self._facts = facts
         self._shift = sampling.shift or (folder.added and facts.shift) or folder.shift
-        self._guidance = Guidance(conditions.text[sampling.negative_prompt or ""], scales(sampling))
+        guidance = Guidance(conditions.text[sampling.negative_prompt or ""], scales(sampling))
         if base:
-            self.network = beside(base, folder, placement, self._guidance, ranks)
+            self.network = beside(base, folder, placement, guidance, ranks)
         else:
-            self.network = build_teacher(folder, placement, self._guidance, ranks=ranks)
+            self.network = build_teacher(folder, placement, guidance, ranks=ranks)
         self.velocity = self.network.velocity
         """Predicts v_BCFHW, float32, guidance included."""
         self.denoising = 0.0
@@ -111,12 +109,6 @@ class PlacedPipeline:
         if problems := collectives.gather_problems([] if whole else [NOT_FINITE.format(folder.name, steps)]):
             raise ConfigError(*problems)
         return pixels_BCFHW
-
-    def quantization_error(self, x0_BCFHW: Tensor, conditioning: Conditioning, seed: int) -> dict[str, float]:
-        """Return the error of its velocities against those of unquantised weights, by band of sigma."""
-        teacher = self._folder, self._placement, self.network, self._guidance
-        with whole_sequences(local_modules(self.network)):  # on single frames
-            return quantization_error(*teacher, x0_BCFHW, conditioning, seed)
 
     def close(self) -> None:
         release_module_references(local_modules(self.network))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from wandistiller.data.conditions import still
-from wandistiller.evaluation.evaluator import CandidateResult, Drawn, Evaluation, ScoredSample
+from wandistiller.evaluation.evaluator import Band, CandidateResult, Drawn, Evaluation, ScoredSample, bands
 from wandistiller.evaluation.metrics import (
     METRICS,
     MOTION,
@@ -19,7 +19,6 @@ from wandistiller.evaluation.metrics import (
     frechet_estimate,
     ratio_of_sums,
 )
-from wandistiller.evaluation.velocity_error import Band, bands
 from wandistiller.flow import band_name
 from wandistiller.monitoring.charts import render
 from wandistiller.monitoring.headline import Estimated, Evaluated, Figures, VelocityError
@@ -56,9 +55,7 @@ def summary(settings: Evaluation, shares: Shares) -> tuple[Evaluated, dict[str, 
         result["trained_steps"] = settings.facts.max_steps
     result |= _columns(settings, sides, samples)
     result["relative_velocity_error"] = _velocity_errors(settings, squares_NS2)
-    if errors := sides["teacher"][0].weights_error:
-        result |= quantized_facts(settings.placement)
-        result["teacher_weights_velocity_error"] = {"bands": errors}
+    result |= quantized_facts(settings.placement)
     result["frechet"] = _frechet(samples["teacher"], samples["student"], second)
     if settings.numbers:
         result["by_steps"] = {
@@ -237,18 +234,11 @@ def markdown(result: Evaluated) -> str:
     errors = [["relative velocity error at sigma", "expert", "student"]]
     errors += [[band, e["expert"], cell(e)] for band, e in error["bands"].items()]
     errors += [["all", expert, cell(e)] for expert, e in error["experts"].items()]
-    weights = [
-        ["relative velocity error at sigma", f"teacher, {result.get('teacher_weights')}, to unquantised"]
-    ]
-    measured = result.get("teacher_weights_velocity_error", {"bands": {}})
-    weights += [[band, f"{error:.3g}"] for band, error in measured["bands"].items()]
     kinds = [["Fréchet distance, features", "student, same seeds", "student, other seeds", "floor"]]
     for kind, e in result["frechet"].items():
         three = (cell(e.get(k, {"value": None})) for k in ("same_seeds", "student", "floor"))
         kinds.append([f"{kind.replace('_', ' ')}, {e['features']}", *three])
-    return "\n\n".join(
-        _table(rows) for rows in (sides, _steps(result), errors, weights, kinds) if len(rows) > 1
-    )
+    return "\n\n".join(_table(rows) for rows in (sides, _steps(result), errors, kinds) if len(rows) > 1)
 
 
 def _steps(result: Evaluated) -> list[list[str]]:

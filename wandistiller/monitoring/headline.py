@@ -53,7 +53,6 @@ class Evaluated(TypedDict, total=False):
     relative_velocity_error: VelocityError
     teacher_weights: str
     """Format of a quantised teacher."""
-    teacher_weights_velocity_error: dict[str, dict[str, float]]
     frechet: dict[str, dict[str, int | Estimated]]
     """By kind of feature: `features`, their number, and the distances."""
     by_steps: dict[str, dict[str, Figures]]

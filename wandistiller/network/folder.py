@@ -83,10 +83,6 @@ class Folder(Protocol):
         return 1 + self.temporal if self.config.takes_image else 1
 
     @property
-    def shortest_latent(self) -> int:
-        return (self.shortest - 1) // self.temporal + 1
-
-    @property
     def hub_id(self) -> str | None:
         """The published pipeline that single files are of; None: it is a folder, or known by its own name."""
 

@@ -24,7 +24,6 @@ from wandistiller.teacher.base import (
     Teacher,
     local_networks,
 )
-from wandistiller.teacher.disk_blocks import Slots, read_by_block
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.utils.errors import ConfigError
 from wandistiller.wan.checks import zero_problems
@@ -64,7 +63,12 @@ def build_teacher(
     teacher = None
     if here:
         sharers = ranks if owner is None else ALONE
-        teacher = _around(folder, modules, placement, guidance, placement.sweeps, merges_padding, sharers)
+        computing = Computing(merges_padding=merges_padding, ranks=sharers, kernels=placement)
+        networks = {
+            e: Network(module.eval(), folder.configs[e]).prepare(computing=computing)
+            for e, module in modules.items()
+        }
+        teacher = _guided(networks, placement, guidance)
     return teacher if owner is None else OwnerTeacher(teacher, owner, peers, ranks)
 
 
@@ -79,48 +83,9 @@ def _zero_problems(readers: list[WeightReader]) -> list[str]:
     return [p for folder, (names, nonzero) in seen.items() for p in zero_problems(folder, names - nonzero)]
 
 
-def unquantized_teacher(
-    folder: Folder, placement: Placement, guidance: Guidance | None = None, *, merges_padding: bool = False
-) -> tuple[Teacher, list[WeightReader]]:
-    """Make the teacher of a placement without its `weights`, of which one block is in memory at a time.
-
-    Each call of it reads all weights, once for several batches. On a rank that computes.
-
-    Returns:
-        The teacher, and the readers, whose `faults` are complete after a call.
-    """
-    placement, dtype = replace(placement, compile=False), placement.engine.dtype
-    device = _device(placement)
-    readers = {expert: folder.reader(expert) for expert in folder.configs}
-    modules = {
-        expert: read_by_block(reader, folder.configs[expert], dtype, device, Slots(device))
-        for expert, reader in readers.items()
-    }
-    return _around(folder, modules, placement, guidance, True, merges_padding, ALONE), [*readers.values()]
-
-
-def _around(
-    folder: Folder,
-    modules: dict[Expert, nn.Module],
-    placement: Placement,
-    guidance: Guidance | None,
-    sweeps: bool,
-    merges_padding: bool,
-    ranks: Ranks,
-) -> Teacher:
-    computing = Computing(merges_padding=merges_padding, ranks=ranks, kernels=placement)
-    networks = {
-        e: Network(module.eval(), folder.configs[e]).prepare(computing=computing)
-        for e, module in modules.items()
-    }
-    return _guided(networks, placement, guidance, sweeps)
-
-
-def _guided(
-    networks: dict[Expert, Network], placement: Placement, guidance: Guidance | None, sweeps: bool
-) -> Teacher:
-    first, *_ = networks.values()
-    teacher = LocalTeacher({e: networks.get(e, first) for e in Expert}, _device(placement), sweeps=sweeps)
+def _guided(networks: dict[Expert, Network], placement: Placement, guidance: Guidance | None) -> Teacher:
+    experts = {e: networks.get(e, next(iter(networks.values()))) for e in Expert}
+    teacher = LocalTeacher(experts, _device(placement), sweeps=placement.sweeps)
     if not guidance:
         return teacher
     # its text stays where the batches are, instead of going there at each call
@@ -152,7 +117,7 @@ def beside(
             network.module.get_submodule(layer).register_forward_hook(add)
         network.module.eval()
         networks[expert] = network
-    return _guided(networks, placement, guidance, placement.sweeps)
+    return _guided(networks, placement, guidance)
 
 
 def _add(a: Tensor, b: Tensor, _: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:

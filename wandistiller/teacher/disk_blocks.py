@@ -21,8 +21,8 @@ Weights = dict[str, Tensor]
 class Slots:
     """Memory for the block that is called and those read ahead, of any of several networks of one shape."""
 
-    def __init__(self, device: torch.device, ahead: int = 0):
-        """`ahead`: blocks read while others compute; 0: of a measurement, which reports faults at its end."""
+    def __init__(self, device: torch.device, ahead: int):
+        """`ahead`: blocks read while others compute."""
         self.device, self.ahead = device, ahead
         self.current: tuple[int, int] | None = None
         """The network and block that was called last."""
@@ -62,7 +62,7 @@ class Slots:
                 self._held[key] = slot, self._thread.submit(self._read, reader, key[1], slot, used)
         slot, arrived = self._held[wanted[0]]
         arrived.result()
-        if reader.faults and self.ahead:
+        if reader.faults:
             raise ConfigError(*reader.faults)
         return slot
 

@@ -160,7 +160,7 @@ def _distil(job: Job) -> None:
     data, conditions, teacher = prepare(job, ranks)
     collectives.raise_if_stop_requested("before the first step")
     if job.objective.needs_teacher or job.needs_measuring or job.networks.bases:
-        teacher = teacher or guided_teacher(job, conditions, data.sample_items, ranks)
+        teacher = teacher or guided_teacher(job, conditions, ranks)
     job, learners = initial_learners(job, data, teacher, ranks)
     collectives.raise_if_stop_requested("before the first step")
     if teacher and not job.objective.needs_teacher:

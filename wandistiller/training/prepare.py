@@ -17,22 +17,17 @@ from wandistiller.data.lines import caption
 from wandistiller.data.media import RECORD, Size, record_media
 from wandistiller.data.tensor_cache import Measured, Sample
 from wandistiller.distributed import collectives
-from wandistiller.distributed.sequence_parallel import ALONE, Ranks, whole_sequences
-from wandistiller.evaluation.velocity_error import SAMPLES, in_words, quantization_error
+from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.monitoring.memory_usage import within
-from wandistiller.network.sampling import denoise
-from wandistiller.teacher.base import Guidance, Teacher, local_modules
+from wandistiller.teacher.base import Guidance, Teacher
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.teacher_json import quantized_facts
 from wandistiller.utils.errors import ConfigError, Problem
 from wandistiller.utils.files import digest, fingerprint, write_json
-from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.utils.logging import set_activity
 
 Skipped = dict[str, str]
 """Entry of skipped.json: file, reason and prompt."""
-STEPS = 4
-"""Sampling steps of the images on which the error of quantised weights is measured."""
 STRICT = "`strict` is true: fix these files or take them out; without it they are skipped."
 SKIPPED = "skipped.json"
 NAMED = 3
@@ -80,7 +75,7 @@ def prepare(job: Job, ranks: Ranks = ALONE) -> tuple[CachedData, Conditions, Tea
     made = {latents.key(s): s for n, s in samples.items() if n in with_latents and not s.item.media}
     teacher = None
     if latents.lacks_rollouts(made):
-        teacher = guided_teacher(job, conditions, sample_items, ranks)
+        teacher = guided_teacher(job, conditions, ranks)
         set_activity("the teacher's rollouts")
         latents.fill_rollouts(made, teacher.velocity, conditions.of, ranks)
     collectives.log0("cache     %s: the run uses %d samples", job.cache, len(samples))
@@ -211,48 +206,12 @@ def _sizes(job: Job) -> tuple[list[Size], np.ndarray]:
     return sizes, size_of
 
 
-def guided_teacher(
-    job: Job, conditions: Conditions, sample_items: list[PromptItem], ranks: Ranks = ALONE
-) -> Teacher:
-    """Load the run's teacher, placed by its JSON, with guidance. Collective.
-
-    Args:
-        sample_items: of the run's pictures, on which the error of quantised weights is measured.
-    """
+def guided_teacher(job: Job, conditions: Conditions, ranks: Ranks = ALONE) -> Teacher:
+    """Load the run's teacher, placed by its JSON, with guidance. Collective."""
     set_activity("loading the teacher")
     guidance = Guidance(conditions.text[job.run.negative_prompt], job.guidance)
     folder, merges = job.folder.only(job.networks.teacher), job.run.merge_text_padding
-    teacher = build_teacher(folder, job.teacher, guidance, merges_padding=merges, ranks=ranks)
-    if weights := job.teacher.weights:
-        errors = _quantization_errors(job, conditions, sample_items[:SAMPLES], teacher, guidance)
-        collectives.log0("teacher   %s: relative velocity error %s", weights, in_words(errors))
-    return teacher
-
-
-def _quantization_errors(
-    job: Job, conditions: Conditions, items: list[PromptItem], teacher: Teacher, guidance: Guidance
-) -> dict[str, float]:
-    """Return the errors of quantised weights by band, as an earlier start found them, or new. Collective."""
-    r, folder = job.run, job.folder.only(job.networks.teacher)
-    measured = Measured(job.cache / "measured" / _teacher_fingerprint(job, conditions.text.fingerprint))
-    settings = r.seed, r.height, r.width, r.shift, [e.value for e in folder.configs]
-    name = digest("quantised", *settings, *(item.key for item in items))
-    if known := collectives.broadcast_object(measured.read(name) if collectives.rank() == 0 else None):
-        return {band: error.item() for band, error in known.items()}
-    drawn = [Sample(item, job.size) for item in items]
-    conditioning = conditions.of(drawn) if drawn else conditions.text.of([r.negative_prompt])
-    conditioning = conditioning.shortened(folder.shortest_latent).to(collectives.device())
-    shape = folder.latent_shape(r.height, r.width, folder.shortest)
-    noise = [keyed_normal(shape, r.seed, "quantised", i) for i in range(len(conditioning.text_BLD))]
-    noise_BCFHW = torch.stack(noise).to(collectives.device())
-    with whole_sequences(local_modules(teacher)):  # on single frames
-        x0_BCFHW, _ = denoise(teacher.velocity, folder, r.shift, noise_BCFHW, conditioning, STEPS)
-        what = folder, job.teacher, teacher, guidance, x0_BCFHW, conditioning, r.seed
-        errors = quantization_error(*what, merges_padding=r.merge_text_padding)
-    if collectives.rank() == 0:
-        numbers = {band: torch.tensor(error, dtype=torch.float64) for band, error in errors.items()}
-        measured.write(name, numbers)
-    return errors
+    return build_teacher(folder, job.teacher, guidance, merges_padding=merges, ranks=ranks)
 
 
 def _teacher_fingerprint(job: Job, text_fingerprint: str) -> str:

@@ -1,6 +1,5 @@
-"""Teachers in 8 and 4 bits: torchao's own numbers in every placement, lean loading, bytes, and errors."""
+"""Teachers in 8 and 4 bits: torchao's own numbers in every placement, lean loading, and bytes."""
 
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -20,19 +19,16 @@ pytest.importorskip("torchao")
 
 from on_ranks.quantized import FORMATS, NULL_LD, PLACEMENTS, SCALES, by_torchao, differences
 
-from wandistiller.batch import Conditioning
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.engine.engine_config import EngineConfig
-from wandistiller.evaluation.velocity_error import bands, quantization_error
-from wandistiller.experts import Expert
 from wandistiller.network.activation_memory import Live
 from wandistiller.network.block_source import BUFFERS
 from wandistiller.network.weight_reader import CHUNK_BYTES, WeightReader
 from wandistiller.planner.teacher_memory import teacher_bytes
 from wandistiller.teacher import quantized
 from wandistiller.teacher.base import Guidance
-from wandistiller.teacher.build import build_teacher, unquantized_teacher
+from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.loading import load_whole
 from wandistiller.teacher.quantized import (
     is_quantized,
@@ -216,66 +212,7 @@ def test_a_run_without_torchao_stops_before_any_weight_is_read(
     read_job(RunConfig(**given), 1, here=False)
 
 
-# Their error
-
-
-def test_the_unquantised_teacher_that_is_read_block_by_block_is_bitwise_diffusers(
-    one_rank: torch.device, wan2: Path
-) -> None:
-    placed = placement("streamed", "float32", weights="nf4")
-    teacher, readers = unquantized_teacher(open_wan(str(wan2)), placed)
-    batches = [batch_for(by_torchao(wan2 / "transformer", torch.float32, None))] * 2
-    found = teacher.predict_all(batches, (0, 3))
-    own = by_torchao(wan2 / "transformer", torch.float32, None)
-    with torch.no_grad():
-        batch = batches[0]
-        expected = own(batch.x_t_BCFHW, batch.sigma_B * 1000, batch.conditioning.text_BLD, return_dict=False)[
-            0
-        ]
-    assert all(torch.equal(p.v_BCFHW, expected) for p in found) and not any(r.faults for r in readers)
-    blocks = teacher.experts[Expert.HIGH_NOISE].blocks
-    assert len({p.data_ptr() for p in blocks.parameters()}) == len([*blocks[0].parameters()])
-
-
-def errors(folder: Path, weights: str, name: str = "replicated") -> dict[str, float]:
-    opened, placed = open_wan(str(folder)), placement(name, "float32", weights=weights)
-    x0, text = torch.randn(3, 16, 2, 4, 4), torch.randn(3, 9, opened.config.text_dim)
-    torch.manual_seed(0)
-    teacher = build_teacher(opened, placed, GUIDANCE)
-    return quantization_error(opened, placed, teacher, GUIDANCE, x0, Conditioning(text), 1)
-
-
-def test_the_error_is_small_and_largest_in_4_bits(one_rank: torch.device, wan2: Path) -> None:
-    torch.manual_seed(0)
-    found = {weights: errors(wan2, weights) for weights in FORMATS}
-    names = [f"{b.start:g}-{b.end:g}" for b in bands(0.875, None)]
-    assert all([*of_band] == names for of_band in found.values())
-    means = {weights: sum(of_band.values()) / len(names) for weights, of_band in found.items()}
-    assert 0 < means["int8"] < means["float8"] < means["nf4"] < 0.1
-
-
-def test_weights_that_float8_holds_exactly_have_no_error(
-    one_rank: torch.device, wan1: Path, copy_of: Callable[..., Path]
-) -> None:
-    """Every row is of small integers and 448, the largest number in float8: its scale is a power of two."""
-    folder = copy_of(wan1, weights=True)
-    model = WanTransformer3DModel.from_pretrained(folder / "transformer")
-    with torch.no_grad():
-        for linear in (m for m in model.blocks.modules() if isinstance(m, nn.Linear)):
-            linear.weight.copy_(torch.randint(-3, 4, linear.weight.shape))
-            linear.weight[:, 0] = 448
-            linear.weight.div_(1024)
-    model.save_pretrained(folder / "transformer")
-    assert max(errors(folder, "float8").values()) < 1e-9
-
-
-@pytest.mark.slow
-def test_placements_have_the_same_error(one_rank: torch.device, wan1: Path) -> None:
-    found = []
-    for name in PLACEMENTS:
-        torch.manual_seed(0)
-        found.append(errors(wan1, "nf4", name))
-    assert all(each == found[0] for each in found)
+# Compiled
 
 
 @pytest.mark.slow  # minutes of compiling

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,14 +15,13 @@ from image_data import image_data, noise
 from image_wans import A14B, Wans
 from ranks import edit_json
 from recipes import recipe
-from safetensors.torch import load_file, save_file
 from transformers import UMT5EncoderModel
 
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.data.tensor_cache import Sample
 from wandistiller.training.pictures import PictureDrawer
-from wandistiller.training.prepare import _teacher_fingerprint, guided_teacher, prepare
+from wandistiller.training.prepare import _teacher_fingerprint, prepare
 
 
 def test_only_a_teacher_that_samples_in_another_way_has_another_cache(
@@ -49,25 +47,6 @@ def test_only_a_teacher_that_samples_in_another_way_has_another_cache(
             edit_json(index, scheduler=["diffusers", name])
         found.append(of_teacher())
     assert len(set(found)) == 4
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_the_error_of_quantised_weights_is_measured_once(
-    tmp_path: Path, wan1: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    pytest.importorskip("torchao")
-    caplog.set_level(logging.INFO)
-    more = {"placement": "streamed", "weights": "int8"}
-    given = recipe(
-        tmp_path, wan1, teacher_deepspeed_config={"wandistiller": more}, output_dir=str(tmp_path / "run")
-    )
-    data, conditions, _ = trainers.parts_of(job := trainers.job_of(given))
-    (file,) = (tmp_path / "cache" / "measured").rglob("*.safetensors")
-    measured = load_file(file)
-    assert all(0 < error < 0.01 for error in measured.values())
-    save_file({band: torch.full_like(error, 0.5) for band, error in measured.items()}, file)
-    guided_teacher(job, conditions, data.sample_items)
-    assert "int8: relative velocity error 0.5 at 0-0.25, 0.5 at 0.25-0.5, " in caplog.messages[-1]
 
 
 def encoders() -> set[int]:
