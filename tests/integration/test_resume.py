@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from PIL import Image
 from ranks import metrics, wandistiller
 from recipes import recipe_file, student_engine, train
 
@@ -42,25 +41,6 @@ def test_the_difference_is_named(
     assert main(["train", "--recipe", str(recipe_file(trained, wan2, name, **more))]) == 2
     assert f"holds a run with another {name}: " in capsys.readouterr().err
     assert json.loads((trained / "run" / "resolved" / "run.json").read_text())["seed"] == 0
-
-
-@pytest.mark.usefixtures("one_rank", "quiet_logging")
-def test_a_run_whose_media_were_replaced_goes_on_only_if_it_is_allowed(
-    tmp_path: Path, wan2: Path, capsys: pytest.CaptureFixture
-) -> None:
-    (data := tmp_path / "data").mkdir()
-    for name in ("a.png", "b.png"):
-        Image.new("RGB", (32, 32), "red").save(data / name)
-        (data / name).with_suffix(".txt").write_text("a red circle")
-    output = train(tmp_path, wan2, ranks=1, max_steps=1, data_path=str(data))
-    Image.new("RGB", (32, 32), "blue").save(data / "b.png")
-    words = ["train", "--recipe", str(tmp_path / "run.json"), "--max_steps", "2", "--dry_run"]
-    assert main(words) == 2
-    assert (
-        f"{output}/checkpoints/step_00000001: 1 of the run's media were replaced since it began: b.png. "
-        in (capsys.readouterr().err)
-    )
-    assert main([*words, "--allow_changed", "data"]) == 0
 
 
 @pytest.fixture(scope="module")

@@ -136,7 +136,7 @@ def _path_problems(job: Job) -> list[str]:
     on_path = ", ".join(term.name for term in job.objective.terms if term.states == PATH)
     if not on_path:
         return []
-    if item := job.items.first(MediaType.IMAGE, MediaType.VIDEO, MediaType.GIF):
+    if item := job.items.first(MediaType.IMAGE, MediaType.VIDEO):
         text = f"`objective` has {on_path}, which follows the teacher's own path, but {item.media} has none. "
         text += f"Take the media out of the data, or {on_path} out of the objective."
         problems.append(Problem(text, RECIPE, "objective"))

@@ -14,7 +14,7 @@ from wandistiller.config.run_config import JSON_FILES, ONLY_FLAGS
 from wandistiller.config.start import Start, read_start, start_after
 from wandistiller.data.colours import WHITE
 from wandistiller.data.dataset import WITH_IMAGES, MediaType
-from wandistiller.data.media import LETTERBOX, RECORD, replaced_media
+from wandistiller.data.media import LETTERBOX
 from wandistiller.distributed import collectives
 from wandistiller.experts import Expert
 from wandistiller.student.config import IMPORTANCE
@@ -81,11 +81,11 @@ def data_digest(job: Job) -> str:
     digests of earlier runs stay.
     """
     run, items, later = job.run, job.items, []
-    if job.reader.background != WHITE and items.first(*STILLS, MediaType.GIF):
+    if job.reader.background != WHITE and items.first(*STILLS):
         later.append(job.reader.background)
-    if run.fit == LETTERBOX and items.first(*STILLS, MediaType.GIF, MediaType.VIDEO):
+    if run.fit == LETTERBOX and items.first(*STILLS, MediaType.VIDEO):
         later += [run.fit, job.reader.background]
-    if run.clips_per_video > 1 and items.first(MediaType.GIF, MediaType.VIDEO):
+    if run.clips_per_video > 1 and items.first(MediaType.VIDEO):
         later.append(f"{run.clips_per_video} clips")
     if job.folder.config.takes_image:
         later.append("given frames")
@@ -175,21 +175,10 @@ def write_resolved(job: Job) -> None:
 def resumed(job: Job) -> Job:
     """Return the job with its checkpoint's measured layers; raises ConfigError if that is of another run."""
     job = _measured(job, read_state(job.resume_from)["facts"].get("keep_layers"))
-    allowed = job.run.allow_changed or []
-    resume.changed_keys(job.resume_from, recorded(job), allowed)
-    problems = _network_problems(job) + ([] if "data" in allowed else _media_problems(job))
-    if problems:
+    resume.changed_keys(job.resume_from, recorded(job), job.run.allow_changed or [])
+    if problems := _network_problems(job):
         raise ConfigError(*problems)
     return job
-
-
-def _media_problems(job: Job) -> list[str]:
-    """Name the media that were replaced under their names since the checkpoint's run began."""
-    names = replaced_media(job.resume_from.absolute().parents[1] / RECORD, job.run.data_path)
-    text = f"{job.resume_from}: {len(names)} of the run's media were replaced since it began: "
-    text += f"{_some(names)}. Put them back, give another --output_dir, --resume never to start anew, or "
-    text += "--allow_changed data."
-    return [text] if names else []
 
 
 def _network_problems(job: Job) -> list[str]:

@@ -35,11 +35,9 @@ class MediaType(IntEnum):
     PROMPT = 0
     IMAGE = 1
     VIDEO = 2
-    GIF = 3
-    """A video that Pillow reads."""
-    FIRST_FRAME = 4
+    FIRST_FRAME = 3
     """An image that a clip begins with, which the teacher makes."""
-    BOTH_ENDS = 5
+    BOTH_ENDS = 4
     """The same with the image that it ends with."""
 
 
@@ -336,7 +334,7 @@ class _Index:
         if media:
             kind = MediaType.BOTH_ENDS if media[1:] else self._of_image
         if media and lines.is_video(media[0]):
-            kind = MediaType.GIF if _ending(media[0]) == ".gif" else MediaType.VIDEO
+            kind = MediaType.VIDEO
         self._file.append(len(self._ends) - 2)
         self._offset.append(offset)
         self.kinds.append(kind)

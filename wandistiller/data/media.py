@@ -1,13 +1,12 @@
-"""Images and videos as pixels of one size, prepared as Wan does, and the record of those that a run used."""
+"""Images and videos as pixels of one size, prepared as Wan does."""
 
 import os
 import struct
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
-from fractions import Fraction
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
@@ -15,14 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, ImageSequence, features
+from PIL import Image, ImageOps, features
 from torch import Tensor
 
 from wandistiller.data.colours import RGB, WHITE, coded_colours_problem, to_srgb
 from wandistiller.data.lines import VIDEOS
-from wandistiller.data.videos import frame_rate, nearest, number_of_frames, read_frames
-from wandistiller.distributed import collectives
-from wandistiller.distributed.round_robin import own_batches
+from wandistiller.data.videos import number_of_frames, read_frames
 from wandistiller.utils import files
 
 UNREADABLE = (
@@ -43,8 +40,6 @@ OPAQUE = set(
     ".jpg .jpeg .jpe .jfif .ppm .pgm .mp4 .m4v .mpg .mpeg .ts .m2ts .mts .wmv .flv .ogv .3gp".split()
 )
 """Endings of formats without alpha."""
-GIF_DEFAULT = 100
-"""Milliseconds for which FFmpeg shows a picture that is said to take none."""
 MOST_ENLARGED = 16
 """Greatest factor by which a picture is enlarged; a sliver would fill gigabytes, a dot is no picture."""
 ORIENTATION = 0x0112  # of EXIF
@@ -95,7 +90,8 @@ class MediaReader:
         """
         most = size.num_frames
         try:
-            begin = round(clip / (self.clips - 1) * max(0, self._length(path) - most)) if clip else 0
+            length = number_of_frames(path, self.fps) if clip else 0
+            begin = round(clip / (self.clips - 1) * max(0, length - most)) if clip else 0
             fitted = self._fitted(path, size, begin)
             if begin and len(fitted) < most:  # its end is damaged
                 fitted = self._fitted(path, size, max(0, begin + len(fitted) - most))
@@ -128,12 +124,6 @@ class MediaReader:
                 self._keys[asked] = files.digest(files.file_fingerprint(path), str(size), self.fps, *settings)
         return self._keys[asked]
 
-    def _length(self, path: Path) -> int:
-        if path.suffix.lower() != ".gif":
-            return number_of_frames(path, self.fps)
-        with opened(path) as image:
-            return max((end for _, end in _gif_spans(image, self.fps)), default=0)
-
     def _fitted(self, path: Path, size: Size, begin: int) -> list[np.ndarray]:
         """Return pixels_HWC of the frames from number `begin` on, as many as there are for a sample."""
         with closing(media_frames(path, self.fps, self.background, begin)) as frames:
@@ -164,29 +154,11 @@ def media_frames(path: Path, fps: float, background: RGB = WHITE, begin: int = 0
     Frame k is the one that is shown k / fps seconds after the first, to the nearest frame, whatever the
     video's own rate is and whether it varies.
     """
-    ending = path.suffix.lower()
-    if ending not in VIDEOS:
+    if path.suffix.lower() not in VIDEOS:
         yield _upright(path, background)
-    elif ending == ".gif":
-        with opened(path) as image:
-            for first, end in _gif_spans(image, fps):
-                for _ in range(max(first, begin), end):
-                    yield to_srgb(image, background)
     else:
         for frame in read_frames(path, fps, begin):
             yield to_srgb(frame, background)
-
-
-def _gif_spans(image: Image.Image, fps: float) -> Iterator[tuple[int, int]]:
-    """Go through a GIF; yield for each picture the numbers of the frames that show it: first, and after."""
-    rate, at, shown = frame_rate(fps), Fraction(0), 0
-    for frame in ImageSequence.Iterator(image):
-        at += Fraction(frame.info.get("duration") or GIF_DEFAULT) / 1000
-        if (end := nearest(at * rate)) > shown:
-            yield shown, end
-            shown = end
-    if not shown:  # too short for any
-        yield 0, 1
 
 
 def _upright(path: Path, background: RGB) -> Image.Image:
@@ -241,45 +213,3 @@ def pixels_depend_on(path: Path, background: RGB, fit: str = CROP) -> list[objec
 def video_problem(path: Path) -> str | None:
     """Return the message that a package for reading videos is missing; None if it is installed."""
     return None if find_spec("av") else f"{path}: reading videos needs: pip install av."
-
-
-RECORD = "media.json"
-"""File in a run's folder: of each of its media, by the path in the data, fingerprint and digest."""
-RECORDED_ENDS = 2**16
-"""Bytes of a file's head, and of its tail, that its digest is of."""
-
-
-def record_media(file: Path, data_path: str, media: Iterable[Path]) -> None:
-    """Write the record of a run's media; those with the recorded fingerprint are not read. Collective."""
-    known = collectives.broadcast_object(_recorded(file) if collectives.rank() == 0 else {})
-    names = {os.path.relpath(path, _root(data_path)): path for path in media}
-    part = {name: _entry(names[name], known.get(name)) for name in own_batches(sorted(names))}
-    entries = {name: entry for p in collectives.gather_objects(part) for name, entry in p.items() if entry}
-    if collectives.rank() == 0:
-        files.write_json(file, entries)
-
-
-def replaced_media(file: Path, data_path: str) -> list[str]:
-    """Return the recorded media, by path in the data, that are there with other content."""
-    now = {name: (known, _entry(_root(data_path) / name, known)) for name, known in _recorded(file).items()}
-    return [name for name, (known, entry) in now.items() if entry and entry.split()[1] != known.split()[1]]
-
-
-def _root(data_path: str) -> Path:
-    path = Path(data_path)
-    return path if path.is_dir() else path.parent
-
-
-def _recorded(file: Path) -> dict[str, str]:
-    return files.read_json(file) if file.is_file() else {}
-
-
-def _entry(path: Path, known: str | None) -> str | None:
-    """Return what identifies a medium, which is `known` while it is as it was; None if it is away."""
-    stamp = files.file_fingerprint(path)  # path, size and time
-    if known and known.startswith(stamp):
-        return known
-    try:
-        return f"{stamp} {files.file_digest(path, RECORDED_ENDS)}"
-    except OSError:
-        return None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # an extra
     from av.container import InputContainer
     from av.video.stream import VideoStream
 
-FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,asf,flv,ogg"
+FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,asf,flv,ogg,gif"
 """FFmpeg's names of the formats that are opened. No playlist is among them: those open other files."""
 SDR_TRANSFERS = {1, 2, 4, 5, 6, 7, 11, 12, 13, 14, 15}
 """Transfer functions of ITU-T H.273 whose numbers are shown as they are, 2 being unspecified."""

@@ -14,7 +14,7 @@ from wandistiller.data.conditions import Conditions
 from wandistiller.data.dataset import SHOWN, MediaType, PromptItem
 from wandistiller.data.latent_cache import LatentCache
 from wandistiller.data.lines import caption
-from wandistiller.data.media import RECORD, Size, record_media
+from wandistiller.data.media import Size
 from wandistiller.data.tensor_cache import Measured, Sample
 from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
@@ -66,7 +66,6 @@ def prepare(job: Job, ranks: Ranks = ALONE) -> tuple[CachedData, Conditions, Tea
     of_run = job.cache, job.folder, job.rollouts, device
     latents = LatentCache(*of_run, reader=job.reader, samples_per_file=files, teacher_fingerprint=teachers)
     selection, samples, skipped = _select(job, latents, conditions)
-    _record_media(job, samples)
     sample_items = _sample_items(job, samples, skipped, conditions)
     items = [s.item for s in samples.values()] + sample_items
     set_activity("encoding the prompts")
@@ -121,15 +120,6 @@ def _select(
             raise ConfigError(str(error), *_messages(why, f"All are in {job.output / SKIPPED}.")) from None
     _report(job, listed)
     return selection, {n: samples[n] for n in selection.used()}, listed
-
-
-def _record_media(job: Job, samples: dict[int, Sample]) -> None:
-    """Record what the samples' media are, for a resume. Collective."""
-    media = {file for s in samples.values() for file in (s.item.media, *s.item.images) if file}
-    if media and job.resume_from and not (job.resume_from.absolute().parents[1] / RECORD).is_file():
-        collectives.log0("media     the run has no record of its media: replaced ones are not noticed")
-    if media:
-        record_media(job.output / RECORD, job.run.data_path, media)
 
 
 def _with_latents(job: Job, selection: SampleSelection, samples: dict[int, Sample]) -> set[int]:

@@ -22,6 +22,8 @@ PARTIAL = (".part", ".crdownload", ".aria2", ".incomplete", ".partial", ".downlo
 """Endings of files that are still being written."""
 FACTS = "wandistiller.json"
 """File in an export with the facts of its run."""
+ENDS = 1 << 20
+"""Bytes of a file's head, and of its tail, by which its content is known."""
 RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
@@ -179,16 +181,16 @@ def ends_of_files(folders: Iterable[Path]) -> list[tuple[str, int, str]]:
     return parts
 
 
-def file_digest(file: Path, ends: int = 1 << 20) -> str:
-    """Hash a file's size, and so many bytes of its head and of its tail."""
-    return digest(_ends(file, ends))
+def file_digest(file: Path) -> str:
+    """Hash a file's size, head and tail."""
+    return digest(_ends(file))
 
 
-def _ends(file: Path, ends: int = 1 << 20) -> tuple[int, str]:
+def _ends(file: Path) -> tuple[int, str]:
     size = file.stat().st_size
     with file.open("rb") as stream:
-        head = stream.read(ends)
-        stream.seek(max(0, size - ends))
+        head = stream.read(ENDS)
+        stream.seek(max(0, size - ENDS))
         return size, hashlib.blake2b(head + stream.read(), digest_size=8).hexdigest()
 
 
