@@ -8,7 +8,6 @@ from wandistiller.config.adapter_files import start_lines
 from wandistiller.config.identity import tuning
 from wandistiller.config.job import Job
 from wandistiller.data.dataset import MediaType
-from wandistiller.data.lines import NEGATIVE_PROMPT
 from wandistiller.distributed.device import emulates_bf16
 from wandistiller.objectives.script import TEACHER
 from wandistiller.teacher.teacher_json import quantized_facts
@@ -37,12 +36,6 @@ def summary(job: Job) -> list[str]:
     precision = " ".join([job.teacher.engine.precision, *blocks])
     counts = {"duplicates": job.items.duplicates, "thumbnails of videos": job.items.thumbnails}
     left_out = "".join(f", {n} {what} left out" for what, n in counts.items() if n)
-    unused = {
-        column: f"{name}, which is not beside the table, and the like"
-        for column, name in job.items.unused.items()
-    }
-    if NEGATIVE_PROMPT in unused:
-        unused[NEGATIVE_PROMPT] = "that of the recipe is for all prompts"
     tuned = tuning(job) | ({"lora": job.run.lora} if job.run.lora else {})  # with its files by their names
     sharing = f"groups of {n} ranks" if (n := r.context_parallel) > 1 else "ranks"
     return [
@@ -56,7 +49,6 @@ def summary(job: Job) -> list[str]:
         f"{job.student_engine.precision}",
         f"data      {media} of {len(job.items)} rows have media, "
         f"{r.height}x{r.width}, {r.num_frames} frame(s){left_out}",
-        *(f"          column `{column}` is not used: {why}" for column, why in unused.items()),
         *(f"{key:<9} {in_words(value)}" for key, value in tuned.items()),
         *start_lines(job),
         *_networks(job),

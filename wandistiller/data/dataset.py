@@ -4,10 +4,9 @@ import hashlib
 import os
 import unicodedata
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -58,8 +57,6 @@ class PromptItem:
     """The image that a clip begins with, which the teacher makes."""
     last_image: Path | None = None
     """The one that it ends with."""
-    paths: tuple[str, ...] = ()
-    """Paths of its images in the data, where rows of this prompt have images of these names elsewhere."""
 
     @property
     def images(self) -> list[Path]:
@@ -68,8 +65,8 @@ class PromptItem:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """Key of random numbers: the prompt and the names of the given images, with folders if need be."""
-        return self.prompt, *(self.paths or (image.name for image in self.images))
+        """Key of random numbers: the prompt and the names of the given images."""
+        return self.prompt, *(image.name for image in self.images)
 
     @property
     def begins_with(self) -> Path | None:
@@ -87,7 +84,6 @@ class PromptDataset(Sequence[PromptItem]):
         hashes: Sequence[int],
         unknown: Sequence[Path] = (),
         thumbnails: int = 0,
-        unused: Mapping[str, str] | None = None,
     ):
         """Keep the rows that differ.
 
@@ -97,9 +93,8 @@ class PromptDataset(Sequence[PromptItem]):
             hashes: 64-bit hash of each row's content.
             unknown: files that have a prompt beside them and an ending that is not known.
             thumbnails: number of pictures beside videos that were left out.
-            unused: columns of media that are not there, and of negative prompts: not used, with such a text.
         """
-        self.unknown, self.thumbnails, self.unused = unknown, thumbnails, unused or {}
+        self.unknown, self.thumbnails = unknown, thumbnails
         self._read, hashes_N = read, np.asarray(hashes, dtype=np.uint64)
         self._rows = np.sort(np.unique(hashes_N, return_index=True)[1])
         self.duplicates = len(hashes_N) - len(self._rows)
@@ -171,7 +166,7 @@ def read_dataset(data_path: str, *, thumbnails: bool = True, first_frames: bool 
         known = f"an ending that is not known. Known ones: {', '.join(sorted(lines.MEDIA))}."
         none = f"{data_path}: no prompt in it. Write one prompt a line{lines.tables_in(path)}."
         raise ConfigError(f"{index.unknown[0]}: has a prompt, but {known}" if index.unknown else none)
-    return PromptDataset(index.read, index.kinds, index.hashes, index.unknown, index.thumbnails, index.unused)
+    return PromptDataset(index.read, index.kinds, index.hashes, index.unknown, index.thumbnails)
 
 
 class _Index:
@@ -183,9 +178,8 @@ class _Index:
         # names of the files, packed: a str for each would take 90 bytes
         self._names, self._ends = bytearray(), array("q", [0])
         self._file, self._offset = array("i"), array("q")
-        self.kinds, self.hashes, self._named = array("B"), array("Q"), array("Q")
+        self.kinds, self.hashes = array("B"), array("Q")
         self._tables: dict[int, lines.Table] = {}
-        self.unused: dict[str, str] = {}
         self.unknown: list[Path] = []
         self.problems: list[str] = []  # the first SHOWN of them; `wrong` counts all
         self.wrong = 0
@@ -206,15 +200,7 @@ class _Index:
     def _item(self, row: int, prompt: str, *media: Path) -> PromptItem:
         if self.kinds[row] not in WITH_IMAGES:
             return PromptItem(prompt, *media[:1])
-        paths = (os.path.relpath(image, self._root) for image in media if self._named[row] in self._shared)
-        return PromptItem(prompt, None, *media, paths=tuple(paths))
-
-    @cached_property
-    def _shared(self) -> set[int]:
-        """Hashes of a prompt and images' names that several rows have, with images of other folders."""
-        rows = np.unique(self.hashes, return_index=True)[1]
-        values, times = np.unique(np.asarray(self._named)[rows], return_counts=True)
-        return {*values[times > 1].tolist()}
+        return PromptItem(prompt, None, *media)
 
     def add_folder(self) -> None:
         seen = {os.path.realpath(self._root)}  # links may lead back
@@ -307,21 +293,17 @@ class _Index:
         """
         if self._of_image is MediaType.IMAGE:
             media, others = media[:1], others + [(lines.LAST_IMAGE, last) for last in media[1:]]
-        if len(media) == 2:
-            lines.require_images(*media)
         if missing := [name for name in media if not lines.in_any_form(path.parent / name).is_file()]:
             why = f"no such file: {path.parent / missing[0]}. Fix the name."
             address = f"{missing[0]} is an address. Fetch the file, and write its name."
             raise ValueError(address if "://" in missing[0] else why)
         for column, text in others:
-            if column == lines.NEGATIVE_PROMPT and text or "." in text[-6:] and _ending(text) in lines.MEDIA:
-                self.unused.setdefault(column, text[:LONGEST_NAME])
-                is_text = column == lines.NEGATIVE_PROMPT or "://" in text or len(text) > LONGEST_NAME
-                if not is_text and lines.in_any_form(path.parent / text).is_file():
-                    raise ValueError(
-                        f"`{column}` names {text}, which is there, but is not used. Rename it to image, "
-                        f"video or file, to {lines.LAST_IMAGE} if a clip ends with it, or take it out."
-                    )
+            is_name = _ending(text) in lines.MEDIA and len(text) <= LONGEST_NAME
+            if is_name and lines.in_any_form(path.parent / text).is_file():
+                raise ValueError(
+                    f"`{column}` names {text}, which is there, but is not used. Rename it to image, "
+                    f"video or file, to {lines.LAST_IMAGE} if a clip ends with it, or take it out."
+                )
         self._add(offset, prompt, *media)
 
     def _add_file(self, name: str) -> None:
@@ -333,13 +315,12 @@ class _Index:
         kind = MediaType.PROMPT
         if media:
             kind = MediaType.BOTH_ENDS if media[1:] else self._of_image
-        if media and lines.is_video(media[0]):
+        if media and _ending(media[0]) in lines.VIDEOS:
             kind = MediaType.VIDEO
         self._file.append(len(self._ends) - 2)
         self._offset.append(offset)
         self.kinds.append(kind)
         self.hashes.append(_hash(prompt, *media))
-        self._named.append(_hash(prompt, *(os.path.basename(name) for name in media)))
 
     def _add_problem(self, problem: str) -> None:
         self.wrong += 1

@@ -32,8 +32,6 @@ MEDIA_COLUMNS = "image video media file path file_name file_path image_path vide
 """The same for media, of which a row has one: those that datasets and trainers write."""
 LAST_IMAGE = "last_image"
 """The column of the image that a clip ends with, beside that of the one that it begins with."""
-NEGATIVE_PROMPT = "negative_prompt"
-"""A column that other trainers use; here it is a key of the recipe, for all prompts."""
 USED_COLUMNS = {*PROMPT_COLUMNS, *MEDIA_COLUMNS, LAST_IMAGE}
 LEFT_OUT = set(
     """__MACOSX @eaDir @Recycle #recycle #snapshot $RECYCLE.BIN lost+found
@@ -204,20 +202,6 @@ def _item(row: list[tuple[str, Any]], without_prompt: str) -> Item:
 def _twice(names: list[str]) -> str | None:
     """Return the first of the names that is a used column and occurs twice."""
     return next((name for name in names if name in USED_COLUMNS and names.count(name) > 1), None)
-
-
-def require_images(first: str, last: str) -> None:
-    """Raise ValueError with the reason if the names of a clip's first and last image are a video's."""
-    if is_video(first):
-        raise ValueError(
-            f"`{LAST_IMAGE}` is {last}, but {first} is a video, which has a last frame. Take one out."
-        )
-    if is_video(last):
-        raise ValueError(f"`{LAST_IMAGE}` is {last}, a video. Write the name of an image.")
-
-
-def is_video(name: str) -> bool:
-    return Path(name).suffix.lower() in VIDEOS
 
 
 def _texts(value: Any) -> list[str]:

@@ -45,10 +45,3 @@ def test_a_schedule_that_ends_before_the_run_is_a_warning(
     job = read_job(RunConfig(**recipe(tmp_path, wan1, max_steps=100, deepspeed_config=ds)), 1)
     told = "warning   the schedule ends at step 10 (`total_num_steps`) of 100, "
     assert (told in "\n".join(summary(job))) is warned
-
-
-def test_a_column_of_negative_prompts_is_said_to_be_unused(wan1: Path, tmp_path: Path) -> None:
-    (rows := tmp_path / "t.csv").write_text("prompt,negative_prompt\na,blurry\n")
-    job = read_job(RunConfig(**recipe(tmp_path, wan1, data_path=str(rows))), 1)
-    told = "column `negative_prompt` is not used: that of the recipe is for all prompts"
-    assert told in "\n".join(summary(job))

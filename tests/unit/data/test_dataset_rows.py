@@ -51,25 +51,6 @@ def test_images_of_rows_and_of_a_flag_are_not_mixed(tmp_path: Path) -> None:
         read_items([str(file)], [str(other)])
 
 
-@pytest.mark.parametrize("is_absolute", [False, True])
-def test_rows_of_one_prompt_and_name_of_an_image_have_noise_by_its_path_in_the_data(
-    tmp_path: Path, is_absolute: bool
-) -> None:
-    """Whatever the machine calls the folders; all other rows have the noise of their prompt and names."""
-    given = [("a", "day/f.png"), ("a", "in/g.png"), ("a", "night/f.png"), ("b", "night/f.png")]
-    given += [("a", "night/f.png"), ("a", "in/g.png")]  # duplicates
-    touched(tmp_path, *(name for _, name in given))
-    start = f"{tmp_path}/" if is_absolute else ""
-    rows = [{"prompt": prompt, "image": start + name} for prompt, name in given]
-    items = read_dataset(str(table(tmp_path / "t.jsonl", rows)), first_frames=True)
-    assert [item.key for item in items] == [
-        ("a", "day/f.png"),
-        ("a", "g.png"),
-        ("a", "night/f.png"),
-        ("b", "f.png"),
-    ]
-
-
 @pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl"])
 def test_a_row_may_have_the_images_that_its_clip_begins_and_ends_with(tmp_path: Path, ending: str) -> None:
     first, last, *_ = touched(tmp_path, "a.png", "b.png", "c.mp4")
@@ -80,21 +61,17 @@ def test_a_row_may_have_the_images_that_its_clip_begins_and_ends_with(tmp_path: 
     assert data.made.tolist() == [True, True, True, False]
 
 
-NO_ENDS = {
-    "a.png c.mp4": "`last_image` is c.mp4, a video. Write the name of an image.",
-    "c.mp4 b.png": "`last_image` is b.png, but c.mp4 is a video, which has a last frame. Take one out.",
-    "a.png d.png": "no such file: {here}/d.png. Fix the name.",
-}
-
-
-@pytest.mark.parametrize("names", NO_ENDS)
-def test_a_row_without_two_images_of_a_clip_s_ends_is_refused(tmp_path: Path, names: str) -> None:
-    touched(tmp_path, "a.png", "b.png", "c.mp4")
-    row = dict(zip(("prompt", "image", "last_image"), ["a", *names.split()], strict=True))
-    file = table(tmp_path / "t.jsonl", [row])
-    with pytest.raises(ConfigError) as raised:
+def test_a_last_image_that_is_not_there_is_named(tmp_path: Path) -> None:
+    touched(tmp_path, "a.png")
+    file = table(tmp_path / "t.jsonl", [{"prompt": "a", "image": "a.png", "last_image": "d.png"}])
+    with pytest.raises(ConfigError, match=f"line 1: no such file: {tmp_path}/d.png. Fix the name."):
         read_dataset(str(file), first_frames=True)
-    assert str(raised.value) == f"{file}, line 1: {NO_ENDS[names]}".replace("{here}", str(tmp_path))
+
+
+def test_a_video_beside_a_last_image_has_its_own_last_frame(tmp_path: Path) -> None:
+    video, _ = touched(tmp_path, "c.mp4", "b.png")
+    file = table(tmp_path / "t.jsonl", [{"prompt": "a", "image": "c.mp4", "last_image": "b.png"}])
+    assert list(read_dataset(str(file), first_frames=True)) == [PromptItem("a", video)]
 
 
 def test_images_of_the_ends_of_clips_may_be_given_with_prompts(tmp_path: Path) -> None:
@@ -185,18 +162,6 @@ def test_a_text_of_any_length_is_a_prompt_and_a_path_is_none() -> None:
     for path in ("nowhere/prompts", "prompts.txt", "/dev/zero"):
         with pytest.raises(ConfigError, match=path):
             read_items([path])
-
-
-@pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl"])
-def test_a_column_of_media_that_are_not_there_and_not_used_is_remembered(tmp_path: Path, ending: str) -> None:
-    rows = [{"prompt": f"{n}", "src": f"{n}.mp4", "note": "see fig.1"} for n in range(3)]
-    assert read_dataset(str(table(tmp_path / f"t{ending}", rows))).unused == {"src": "0.mp4"}
-
-
-@pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl"])
-def test_a_column_of_negative_prompts_is_remembered_as_not_used(tmp_path: Path, ending: str) -> None:
-    rows = [{"prompt": "a", "negative_prompt": text} for text in ("", "blurry", "dark")]
-    assert read_dataset(str(table(tmp_path / f"t{ending}", rows))).unused == {"negative_prompt": "blurry"}
 
 
 @pytest.mark.parametrize("keys", [("Image", "image"), ("last_image", " last_image"), ("Prompt", "prompt")])
