@@ -57,11 +57,7 @@ def combined_problems(job: Job, world: int, *, here: bool) -> list[str]:
     problems += _media_problems(job) + _written_problems(job)
     problems += changed_adapters(job) + shared_base_problems(job) + added_problems(job.folder, job.teacher)
     problems += _nvme_problems(job, world) if here else []
-    student, projects = job.student_transformer, bool(problems)
-    if not problems:  # whatever the student's blocks stand for, which may not be known yet
-        matched = job.objective.for_student([*range(student.num_layers)]).student_blocks
-        projects = bool(matched) and student.width != folder.config.width
-    problems += tuning_problems(run, student, job.student_engine, projects=projects)
+    problems += tuning_problems(run, job.student_transformer, job.student_engine)
     return problems or start_problems(job)
 
 

@@ -83,17 +83,6 @@ def sample(
     return [*files, output / "grid.png"]
 
 
-def output_problems(output: Path) -> list[str]:
-    """List the problem of an output folder that has the files of a run."""
-    above = next((p for p in (output, *output.parents) if (p / "resolved" / "run.json").is_file()), None)
-    here = {file.name for file in output.iterdir()} if output.is_dir() else set()
-    ours = {*_made(output), LIST, CACHE, "grid.png"}  # it must be readable before anything is drawn
-    if not above or output != above and here <= ours:
-        return []
-    remedy = f"Its files would be mixed with the samples. Name a new folder, such as {above / 'drawn'}."
-    return [f"`output` is {output}, a folder of the run {above}. {remedy}"]
-
-
 def _made(output: Path) -> set[str]:
     """Return the names of the files that an earlier call has made in a folder."""
     names = read_json(output / LIST) if (output / LIST).is_file() else ()

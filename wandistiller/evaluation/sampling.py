@@ -66,11 +66,6 @@ def sampling_problems(folder: Folder, sampling: Sampling) -> list[str]:
     """Reasons why a pipeline cannot sample with settings whose numbers alone are possible."""
     size = sampling.height, sampling.width, sampling.num_frames
     problems = size_problems(folder, *size)
-    if (second := sampling.guidance_scale_2) is not None and folder.boundary is None:
-        problems.append(problem(folder.name, "guidance_scale_2", second, "It has one expert; leave it out."))
-    if sampling.negative_prompt is not None and max(sampling.guidance_scale, second or 0) <= 1:
-        remedy = "It is used with guidance only; give --guidance_scale above 1, or leave it out."
-        problems.append(problem("sample", "negative_prompt", sampling.negative_prompt, remedy))
     if sampling.num_frames > 1 and not can_write_mp4():
         remedy = "MP4 files need: pip install av."
         problems.append(problem(folder.name, "num_frames", sampling.num_frames, remedy))

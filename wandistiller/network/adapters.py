@@ -76,11 +76,6 @@ def lora_problems(lora: Lora, frozen: list[str] | None, config: NetworkConfig) -
     problems += unknown_parts("recipe", "lora.targets", lora.targets, layers)
     targets = [layer for layer in layers if any_names(lora.targets, layer)]
     problems += unknown_parts("recipe", "lora.ranks", lora.ranks or (), layers)
-    for part in lora.ranks or ():
-        named = {layer for layer in layers if names_part(part, layer)}
-        if named and not named & {*targets}:
-            remedy = "It has no adapter here. Add it to `lora.targets`, or leave it out."
-            problems.append(problem("recipe", "lora.ranks", part, remedy))
     together = config.adapted_together
     named = {layer.rpartition(".")[2] for layer in targets} & {*together}
     if named and len(named) < len(together):

@@ -1,6 +1,6 @@
 """A student JSON: architecture and initial weights of the student, checked against the teacher."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -116,9 +116,6 @@ def _teacher_problems(where: str, student: StudentConfig, folder: Folder) -> lis
     if isinstance(keep, list) and (keep[-1] >= layers or sorted(set(keep)) != keep):
         remedy = f"Write rising layer numbers from 0 to {layers - 1}."
         problems.append(problem(where, "keep_layers", keep, remedy))
-    elif isinstance(keep, list) and student.num_layers not in (None, len(keep)):
-        remedy = f"keep_layers names {len(keep)}; leave one of the two keys out."
-        problems.append(problem(where, "num_layers", student.num_layers, remedy))
     return problems
 
 
@@ -131,7 +128,6 @@ def _shape_problems(
         if getattr(config, key) != (expected := getattr(teacher, key)):
             remedy = f"The teacher has {expected}; a student must take and give the same."
             problems.append(problem(f"{where}: {student.init}", key, getattr(config, key), remedy))
-    problems += _needless_problems(where, student)
     if student.init == "teacher":
         for key in SIZE_KEYS:
             if (size := getattr(config, key)) > (most := getattr(teacher, key)):
@@ -147,17 +143,6 @@ def _shape_problems(
             remedy = "Only teachers with it can be made narrower; leave the heads alone."
             problems.append(problem(folder.name, "cross_attn_norm", False, remedy))
     return problems
-
-
-def _needless_problems(where: str, student: StudentConfig) -> list[str]:
-    """Keys that select parts of the teacher, for a student that copies all or none of them."""
-    copied = 'It selects parts of the teacher; leave it out, or write "init": "teacher".'
-    reasons = dict.fromkeys(("keep_layers", "from_expert"), copied)
-    if student.init == "teacher":
-        one_each = "Each of two experts starts from its own; leave it out."
-        reasons = {"from_expert": one_each} if student.experts == "two" else {}
-    values, usual = asdict(student), asdict(StudentConfig())
-    return [problem(where, k, values[k], why) for k, why in reasons.items() if values[k] != usual[k]]
 
 
 def _read_config(where: str, student: StudentConfig) -> dict[str, Any]:

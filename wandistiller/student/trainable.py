@@ -5,11 +5,11 @@ from typing import Any
 from torch import nn
 
 from wandistiller.engine.engine_config import EngineConfig
-from wandistiller.network.adapters import Lora, lora_problems, target_layers
+from wandistiller.network.adapters import Lora, lora_problems
 from wandistiller.network.config import NetworkConfig
 from wandistiller.network.heads import PROJECTIONS
 from wandistiller.utils.errors import RECIPE, Problem, problem
-from wandistiller.utils.parameter_patterns import any_names, factor, names_part, unknown_parts
+from wandistiller.utils.parameter_patterns import any_names, factor, unknown_parts
 
 RATES = {"warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr"}
 """Keys of DeepSpeed's schedules that are learning rates."""
@@ -17,20 +17,17 @@ DEFAULT_RATES = {"WarmupDecayLR": {"warmup_max_lr": 1e-3}, "LRRangeTest": {"lr_r
 """Silent defaults of deepspeed 0.19.8 in schedules that ignore the optimizer's learning rate."""
 
 
-def tuning_problems(
-    run: Any, config: NetworkConfig, engine: EngineConfig, *, projects: bool = True
-) -> list[str]:
-    """List the problems of the recipe keys `frozen`, `learning_rates`, `lora` and `ema` of a `RunConfig`.
-
-    Args:
-        projects: the student may have projections with weights.
-    """
+def tuning_problems(run: Any, config: NetworkConfig, engine: EngineConfig) -> list[str]:
+    """List the problems of the recipe keys `frozen`, `learning_rates`, `lora` and `ema` of a `RunConfig`."""
     names = list(config.numels)
-    problems = unknown_parts("recipe", "frozen", run.frozen or (), names) + _ema_problems(run, engine)
+    problems = unknown_parts("recipe", "frozen", run.frozen or (), names)
+    if run.ema is not None and engine.optimizer_on == "nvme":
+        remedy = "Write cpu as `zero_optimization.offload_optimizer.device`, or remove `ema`."
+        remedy = f"The weights that it averages are on NVMe. {remedy}"
+        problems.append(problem("recipe", "ema", run.ema, remedy))
     if all(any_names(run.frozen or (), name) for name in names):
         problems.append(problem("recipe", "frozen", run.frozen, "Nothing is left to train; remove a part."))
-    unknown = unknown_parts("recipe", "learning_rates", run.learning_rates or (), [*names, PROJECTIONS])
-    problems += unknown or _untrained_problems(run, config, projects=projects)
+    problems += unknown_parts("recipe", "learning_rates", run.learning_rates or (), [*names, PROJECTIONS])
     if run.learning_rates and "lr" not in engine.section("optimizer.params"):
         lacking = "which the student's JSON lacks. Write it."
         text = f"`learning_rates` are factors of `optimizer.params.lr`, {lacking}"
@@ -44,38 +41,6 @@ def tuning_problems(
         remedy = "Remove them, or offload the optimizer."
         problems.append(Problem(f"{cause}. {remedy}", RECIPE, "learning_rates"))
     return problems + (lora_problems(Lora(**run.lora), run.frozen, config) if run.lora is not None else [])
-
-
-def _untrained_problems(run: Any, config: NetworkConfig, *, projects: bool) -> list[str]:
-    """List the parts in `learning_rates` that the student has, but without a weight that is trained."""
-    names, why = list(config.numels), ""
-    if run.learning_rates and run.lora is not None:
-        layers = target_layers(lora := Lora(**run.lora), config)
-        names = [f"{layer}.lora_{side}.default.weight" for layer in layers for side in "AB"]  # peft 0.21
-        remedy = f"write a layer that has some, such as `{lora.targets[0]}`, or leave it out."
-        why = f"`lora` trains adapters alone: {remedy}"
-    names += [PROJECTIONS] * projects
-    none = "There are none: `feature` has them for a student of another width than its teacher. Leave it out."
-    return [
-        problem("recipe", "learning_rates", part, none if names_part(part, PROJECTIONS) else why)
-        for part in run.learning_rates or ()
-        if not any(names_part(part, n) for n in names)
-    ]
-
-
-def _ema_problems(run: Any, engine: EngineConfig) -> list[str]:
-    problems = []
-    if run.ema_start and run.ema is None:
-        remedy = "It needs `ema`; write a decay, such as 0.999."
-        problems.append(problem("recipe", "ema_start", run.ema_start, remedy))
-    elif run.ema is not None and run.max_steps and run.ema_start >= run.max_steps:
-        remedy = f"The run ends with step {run.max_steps}, before its average begins. Write less."
-        problems.append(problem("recipe", "ema_start", run.ema_start, remedy))
-    if run.ema is not None and engine.optimizer_on == "nvme":
-        remedy = "Write cpu as `zero_optimization.offload_optimizer.device`, or remove `ema`."
-        remedy = f"The weights that it averages are on NVMe. {remedy}"
-        problems.append(problem("recipe", "ema", run.ema, remedy))
-    return problems
 
 
 def parameter_groups(

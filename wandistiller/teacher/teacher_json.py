@@ -93,7 +93,4 @@ def _block_problems(json: DeepSpeedJson, world: int) -> list[str]:
         text = f"It means nothing for the placement {name}; remove it."
         problems.append(json.problem(f"{BLOCK}.{key}", block.pop(key), text))
     placement = placements()[name](engine=EngineConfig(json.where, json.raw), **block)
-    if placement.ahead and not placement.can_work_ahead():
-        text = "Only the placements streamed and files, and an engine of stage 0, predict ahead; remove it."
-        problems.append(json.problem(f"{BLOCK}.ahead", True, text))
     return problems + placement.problems(world) + placement.weights_problems()

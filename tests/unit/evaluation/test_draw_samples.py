@@ -8,9 +8,8 @@ from drawing import GPU
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.data.dataset import PromptItem
 from wandistiller.evaluation.candidates import read_candidate
-from wandistiller.evaluation.draw_samples import output_problems, sample
+from wandistiller.evaluation.draw_samples import sample
 from wandistiller.evaluation.sampling import Sampling, guidance_lines
-from wandistiller.utils.files import write_json
 
 SIZE = {"height": 16, "width": 16}
 
@@ -24,19 +23,6 @@ def test_pictures_of_an_earlier_longer_call_go_and_other_files_stay(wan1: Path, 
         sample(candidate, items, tmp_path, Sampling(**SIZE, steps=1), 0, GPU)
     found = sorted(file.name for file in tmp_path.iterdir())
     assert found == ["0000.png", "0007.png", "cache", "grid.png", "wandistiller_samples.json"]
-
-
-@pytest.mark.parametrize(
-    ("folder", "wrong"), [("", True), ("samples", True), ("drawn", False), ("new", False)]
-)
-def test_samples_are_not_mixed_with_the_files_of_a_run(folder: str, wrong: bool, tmp_path: Path) -> None:
-    write_json(tmp_path / "resolved" / "run.json", {})
-    (tmp_path / "samples").mkdir()
-    (tmp_path / "samples" / "step_00000001.png").touch()
-    write_json(tmp_path / "drawn" / "wandistiller_samples.json", {"0000.png": "a"})
-    (tmp_path / "drawn" / "0000.png").touch()
-    (tmp_path / "drawn" / "cache").mkdir()
-    assert bool(output_problems(tmp_path / folder)) is wrong
 
 
 @pytest.mark.parametrize(

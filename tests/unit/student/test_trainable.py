@@ -62,16 +62,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"frozen": ["blocks.2-"]}, f'`frozen` is "blocks.2-". {NONE}'),
     ({"learning_rates": {"poj_out": 2}}, f'`learning_rates` is "poj_out". {NONE} Did you mean `proj_out`?'),
     ({"lora": {"targets": ["to_w"]}}, f'`lora.targets` is "to_w". {NONE} Did you mean `to_v`?'),
-    (
-        {"lora": {}, "learning_rates": {"to_q": 2, "proj_out": 10}},
-        '`learning_rates` is "proj_out". `lora` trains adapters alone: write a layer that has some, such as',
-    ),
     ({"lora": {"targets": [1]}, "learning_rates": {"to_q": 2}}, "`lora.targets.0` is 1."),
     ({"lora": {"rnk": 4}}, "`lora.rnk` is 4. Unknown key. Did you mean `rank`?"),
-    (
-        {"learning_rates": {"feature_projections": 2}},
-        '`learning_rates` is "feature_projections". There are none: `feature` has them',
-    ),
     (
         {"learning_rates": {"proj_out": 2}, "deepspeed_config": student_engine(2, offload=False) | ADAGRAD},
         "ZeRO joins Adagrad's parameter groups, so that it takes no `learning_rates`.",

@@ -8,7 +8,6 @@ from torch import nn
 
 from wandistiller.distributed import collectives
 from wandistiller.engine import nvme, zero_memory
-from wandistiller.engine.ds_schema import BLOCK
 from wandistiller.engine.workarounds import fetching_blocks, pace_fetches
 from wandistiller.experts import Expert
 from wandistiller.network.config import NetworkConfig
@@ -42,10 +41,7 @@ class Engine(Placement):
         return self.engine.stage == 0
 
     def problems(self, world: int) -> list[str]:
-        if self.shards == "world" or self.engine.stage == 3:
-            return []
-        text = "Only an engine of stage 3 is sharded: write it, or remove this."
-        return [self.engine.problem(f"{BLOCK}.shards", self.shards, text)]
+        return []
 
     def load(self, folder: Folder, expert: Expert, reader: WeightReader) -> nn.Module:
         config, dtype, device = folder.configs[expert], self.engine.dtype, collectives.device()
