@@ -19,8 +19,7 @@ from wandistiller.engine.engine_config import EngineConfig, Kernels
 from wandistiller.network.blocks import Blocks
 from wandistiller.network.heads import add_projections
 from wandistiller.wan import text_padding
-from wandistiller.wan.context_parallel import share_sequences
-from wandistiller.wan.kernels import use_kernels
+from wandistiller.wan.kernels import share_sequences, use_kernels
 from wandistiller.wan.structure import PARTS
 from wandistiller.wan.transformer import renew_rope, velocity
 from wandistiller.wan.transformer_config import TransformerConfig

@@ -12,8 +12,7 @@ from wandistiller.data.cached_dataset import CachedData
 from wandistiller.data.conditions import Conditions
 from wandistiller.distributed import collectives
 from wandistiller.teacher.base import Teacher
-from wandistiller.training.build_student import build_others, build_student
-from wandistiller.training.networks import NetworkBuilder
+from wandistiller.training.build_student import NetworkBuilder, build_others, build_student
 from wandistiller.training.prepare import guided_teacher, prepare, ranks_of
 from wandistiller.training.trainer import Trainer
 

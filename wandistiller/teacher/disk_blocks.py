@@ -11,7 +11,7 @@ from wandistiller.network.block_source import BlockSource
 from wandistiller.network.config import NetworkConfig
 from wandistiller.network.names import in_block, set_parameter, split_name
 from wandistiller.network.weight_reader import WeightReader
-from wandistiller.teacher.stored_weights import parameters_of
+from wandistiller.teacher.quantized import parameters_of
 from wandistiller.utils.errors import ConfigError
 
 Weights = dict[str, Tensor]

@@ -20,8 +20,7 @@ from wandistiller.network.block_source import BUFFERS, BlockStream, Buffers
 from wandistiller.network.config import NetworkConfig
 from wandistiller.network.names import block_of, is_in_block, set_parameter
 from wandistiller.network.weight_reader import WeightReader
-from wandistiller.teacher.quantized import Weights
-from wandistiller.teacher.stored_weights import WHOLE, parameters_of, stored_weights_of
+from wandistiller.teacher.quantized import WHOLE, Weights, parameters_of, stored_weights_of
 
 T = TypeVar("T")
 LOOK_EVERY = 8

@@ -16,8 +16,7 @@ from wandistiller.utils.errors import ConfigError, Place, Problem, problem
 from wandistiller.utils.files import file_digest
 from wandistiller.utils.validation import Text, check, types_of
 from wandistiller.wan.lora_experts import BOTH, SIDES, files_of, sides_of, split_side
-from wandistiller.wan.lora_files import read_lora, require_finite
-from wandistiller.wan.lora_keys import left_out_words
+from wandistiller.wan.lora_files import left_out_words, read_lora, require_finite
 from wandistiller.wan.transformer_config import TransformerConfig
 
 NOT_FINITE = "LoRA files: with them `{}` holds numbers that are not finite. Fetch them again, or add less."

@@ -1,4 +1,4 @@
-"""Kernels of a Wan transformer's blocks: compiled ones, or eager ones with few passes over memory.
+"""Kernels of a Wan transformer's blocks, compiled or eager with few passes over memory; shared sequences.
 
 The eager ones compute diffusers' numbers (0.42.1) and move 245 bytes for each number of a block's state in
 place of 285, backward 281 in place of 369 (tests/unit/wan/test_kernels.py). torch.compile fuses diffusers'
@@ -15,9 +15,9 @@ from diffusers import WanTransformer3DModel
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from diffusers.models.transformers import transformer_wan
 from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
-from torch import Tensor
+from torch import Tensor, nn
 
-from wandistiller.distributed.sequence_parallel import ALONE, Sharing
+from wandistiller.distributed.sequence_parallel import ALONE, SHARING, Ranks, Sharing
 from wandistiller.engine.compiler import compiled
 from wandistiller.engine.engine_config import Kernels
 
@@ -128,3 +128,32 @@ def rotated_in_halves(x_BSHD: Tensor, cos_1S1D: Tensor, sin_1S1D: Tensor) -> Ten
     out_BSHD[..., 0::2] = even * cos - odd * sin
     out_BSHD[..., 1::2] = even * sin + odd * cos
     return out_BSHD
+
+
+def share_sequences(model: WanTransformer3DModel, ranks: Ranks) -> WanTransformer3DModel:
+    """Let `model` take whole inputs and give whole outputs, but compute this rank's tokens alone. Collective.
+
+    Hidden states between its blocks are then those of this rank's tokens. diffusers' `enable_parallelism`
+    (0.42.1) is for inference: its backward pass computes attention once more, and the gradient of its
+    gathered outputs lacks the factor that averaging over the ranks takes away.
+    """
+    if ranks.degree == 1:
+        return model
+    now = Sharing(ranks)
+
+    def own_timesteps(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Take this rank's part of the timestep of each patch, which the pipeline of Wan2.2 5B gives."""
+        timestep = kwargs.get("timestep")
+        if timestep is not None and timestep.ndim == 2:
+            kwargs = kwargs | {"timestep": now.ranks.part(timestep)}
+        return args, kwargs
+
+    model.register_forward_pre_hook(own_timesteps, with_kwargs=True)
+    model.blocks[0].register_forward_pre_hook(lambda _, inputs: (now.ranks.part(inputs[0]), *inputs[1:]))
+    model.proj_out.register_forward_hook(lambda *args: now.ranks.whole(args[-1]))
+    for block in model.blocks:
+        block.attn1.set_processor(SelfAttention(now))
+    setattr(model, SHARING, now)
+    return model

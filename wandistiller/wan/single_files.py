@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+import transformers  # whose class takes a second to import: where it is used
+from safetensors import safe_open
 
 from wandistiller.experts import Expert
 from wandistiller.network import weight_reader
-from wandistiller.network.weight_reader import DIFFUSERS_STEM, RENAMED, WeightReader
+from wandistiller.network.weight_reader import DIFFUSERS_STEM, RENAMED, TOKENIZER, WeightReader
 from wandistiller.utils.errors import ConfigError, collecting, problem
 from wandistiller.utils.files import digest, file_fingerprint, read_json, scratch, write_json
 from wandistiller.utils.validation import Text, check
@@ -24,7 +26,6 @@ from wandistiller.wan.components import text_encoder_of, vae_of
 from wandistiller.wan.lora_experts import expert_of
 from wandistiller.wan.original_names import names_in, original_name, original_vae_name
 from wandistiller.wan.published import KnownWan, known_wans
-from wandistiller.wan.sentencepiece import write_tokenizer
 
 HIGH, LOW = EXPERTS = tuple(expert.value for expert in Expert)
 TEXT, VAE = "text_encoder", "vae"
@@ -176,3 +177,24 @@ def _recognised(json: Path, parts: list[_Part]) -> KnownWan:
         remedy = f"`{HIGH}` names an only network, or the high-noise one, `{LOW}` the low-noise one."
         raise ConfigError(f"{json}: {text}. {remedy}")
     return wan
+
+
+def write_tokenizer(file: Path, folder: Path) -> None:
+    """Write the tokenizer of a text encoder's file, sentencepiece's model in a tensor, as transformers' own.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    from transformers.convert_slow_tokenizer import import_protobuf
+
+    try:
+        with safe_open(file, "np") as opened:
+            raw = opened.get_tensor(TOKENIZER).tobytes()
+        model = import_protobuf().ModelProto.FromString(raw)
+        pieces = [(piece.piece, piece.score) for piece in model.pieces]
+        characters = model.normalizer_spec.precompiled_charsmap or None
+        how = {"vocab": pieces, "_spm_precompiled_charsmap": characters, "extra_ids": 0}
+        transformers.T5TokenizerFast(**how).save_pretrained(folder)
+    except Exception as error:  # tokenizers raises it bare
+        text = f"its tokenizer, the tensor `{TOKENIZER}`, cannot be read: {error!r}"
+        raise ConfigError(f"{file}: {text}. Give ComfyUI's file in 16 bits, or fetch it again.") from None

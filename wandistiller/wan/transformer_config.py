@@ -14,8 +14,7 @@ from wandistiller.batch import Conditioning, State
 from wandistiller.experts import Expert
 from wandistiller.network.config import NetworkConfig
 from wandistiller.wan import transformer
-from wandistiller.wan.context_parallel import share_sequences
-from wandistiller.wan.kernels import use_kernels
+from wandistiller.wan.kernels import share_sequences, use_kernels
 from wandistiller.wan.structure import BLOCK_CLASS, IMAGE_MAPS, PARTS
 from wandistiller.wan.text_padding import TEXT_TOKENS, merge_text_padding
 

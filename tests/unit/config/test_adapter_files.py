@@ -17,7 +17,7 @@ from wandistiller.config.identity import adapters
 from wandistiller.config.job import Job
 from wandistiller.config.summary import summary
 from wandistiller.experts import Expert
-from wandistiller.training.networks import NetworkBuilder
+from wandistiller.training.build_student import NetworkBuilder
 from wandistiller.utils.errors import ConfigError
 
 LAYER = "blocks.0.attn1.to_q"

@@ -27,8 +27,7 @@ from wandistiller.network.activation_memory import activation_bytes, call_bytes,
 from wandistiller.network.blocks import Blocks
 from wandistiller.objectives.feature import FeatureMatching
 from wandistiller.wan import structure, text_padding
-from wandistiller.wan.context_parallel import share_sequences
-from wandistiller.wan.kernels import use_kernels
+from wandistiller.wan.kernels import share_sequences, use_kernels
 from wandistiller.wan.transformer_config import TransformerConfig
 
 

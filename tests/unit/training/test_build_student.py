@@ -26,8 +26,7 @@ from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.data.tensor_cache import Measured
 from wandistiller.experts import Expert
-from wandistiller.student.calibration import VelocityError, error_rows, velocity_error
-from wandistiller.student.layer_importance import ROUNDS, importance
+from wandistiller.student.calibration import ROUNDS, VelocityError, error_rows, importance, velocity_error
 from wandistiller.teacher.base import (
     LocalTeacher,
     local_modules,

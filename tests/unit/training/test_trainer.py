@@ -16,8 +16,7 @@ from wandistiller.experts import Expert
 from wandistiller.flow import with_noise
 from wandistiller.network.sampling import denoise
 from wandistiller.network.weight_reader import WeightReader
-from wandistiller.student.calibration import measure, velocity_error
-from wandistiller.student.layer_importance import importance
+from wandistiller.student.calibration import importance, measure, velocity_error
 from wandistiller.teacher.base import LocalTeacher
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.teacher_json import read_placement
