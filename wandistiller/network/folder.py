@@ -205,9 +205,6 @@ class Folder(Protocol):
     def bytes_to_fetch(self) -> int | None:
         """Return the size of the files of a hub id that are not here; None if offline."""
 
-    def broken_links(self) -> list[str]:
-        """List the problem of files in the hub's cache that lead to nothing, where none can be fetched."""
-
     @property
     def usual(self) -> Usual:
         """Its usual sampling settings."""

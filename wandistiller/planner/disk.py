@@ -170,9 +170,7 @@ def fetch_problems(job: Job) -> list[str]:
     folder, cache = job.folder, Path(HF_HUB_CACHE)
     if collectives.rank() != 0 or not folder.revision:
         return []
-    if (nbytes := folder.bytes_to_fetch()) is None:
-        return folder.broken_links()
-    if not nbytes:
+    if not (nbytes := folder.bytes_to_fetch()):
         return []
     free, still = disk_free(cache), to_come(job, accelerator=on_accelerator())
     collectives.log0("fetch     %s of %s into %s, %s free", amount(nbytes), folder.name, cache, amount(free))

@@ -174,9 +174,6 @@ class WanFolder(Folder):
     def bytes_to_fetch(self) -> int | None:
         return hub.bytes_to_fetch(self.name, self.revision)
 
-    def broken_links(self) -> list[str]:
-        return hub.broken_links(self.path, self.name, self.revision)
-
     @property
     def usual(self) -> Usual:
         if self.is_tiny:

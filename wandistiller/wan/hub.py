@@ -67,16 +67,6 @@ def bytes_to_fetch(hub_id: str, revision: str) -> int | None:
     return sum(file.file_size or 0 for file in files if file.will_download)
 
 
-def broken_links(snapshot: Path, hub_id: str, revision: str) -> list[str]:
-    """List the problem of files in the hub's cache that lead to nothing, where none can be fetched."""
-    broken = sorted(f for f in snapshot.rglob("*") if f.is_symlink() and not f.exists())
-    if not broken:
-        return []
-    others = f", as are {len(broken) - 1} more files beside it" * (len(broken) > 1)
-    text = f"{broken[0]}: is a link to nothing{others}, and this machine is offline. "
-    return [text + fetch_elsewhere(hub_id, revision, weights=True)]
-
-
 def fetch_elsewhere(hub_id: str, revision: str, weights: bool) -> str:
     """Return the remedy for a machine without network: the command, where to run it, where its files go."""
     patterns = ["*.json", "*.safetensors", "*spiece.model", "README.md"] if weights else ["*.json"]
@@ -90,7 +80,7 @@ def fetch_elsewhere(hub_id: str, revision: str, weights: bool) -> str:
 
 
 def _why_not(error: Exception, hub_id: str, revision: str, files: list[str]) -> str:
-    """The meaning of the hub's error, and the remedy."""
+    """Return the hub's reason, and the remedy."""
     endpoint = constants.ENDPOINT
     if isinstance(error, errors.LocalEntryNotFoundError):
         offline = "this machine is offline (HF_HUB_OFFLINE)"
@@ -98,12 +88,6 @@ def _why_not(error: Exception, hub_id: str, revision: str, files: list[str]) -> 
         lacking = f"revision `{revision}` of that hub id is not in {constants.HF_HUB_CACHE}"
         elsewhere = fetch_elsewhere(hub_id, revision, weights=files != CONFIG_FILES)
         return f"{lacking}, and {cause}. {elsewhere}"
-    if isinstance(error, errors.GatedRepoError):
-        terms = f"Accept its terms at {endpoint}/{hub_id}"
-        return f"that hub id is gated. {terms} and put your token into HF_TOKEN."
-    if isinstance(error, errors.RepositoryNotFoundError):
-        remedy = "Fix the name, or put a token that may read it into HF_TOKEN."
-        return f"there is no such hub id, or it is private. {remedy}"
-    if isinstance(error, errors.RevisionNotFoundError):
-        return f"that hub id has no revision `{revision}`. Give one of its branches, tags or commits."
-    return f"the hub refused it: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
+    reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    remedy = f"Fix its name or revision. For a private or gated one accept its terms at {endpoint}/{hub_id}"
+    return f"the hub refuses it: {reason}. {remedy}, and put a token into HF_TOKEN."

@@ -137,18 +137,11 @@ def test_the_token_of_the_environment_is_sent(online: dict) -> None:
     assert {token for _, token in online["downloads"]} == {"Bearer hf_mine"}
 
 
-@pytest.mark.parametrize(
-    ("key", "reason"),
-    [
-        ("org/gated", "that hub id is gated. Accept its terms at "),
-        ("org/none", "there is no such hub id, or it is private. "),
-        ("nosuch", "that hub id has no revision `nosuch`. Give one of its branches, "),
-    ],
-)
-def test_a_refusal_of_the_hub_is_one_sentence_with_a_remedy(online: dict, key: str, reason: str) -> None:
+@pytest.mark.parametrize(("key", "code"), [("org/gated", 403), ("org/none", 404), ("nosuch", 404)])
+def test_a_refusal_of_the_hub_is_told_in_its_words_with_a_remedy(online: dict, key: str, code: int) -> None:
     (problem,) = online[key]
     name = ID if key == "nosuch" else key
-    assert problem.startswith(f"{name}: no such folder here, and {reason}")
+    assert problem.startswith(f"{name}: no such folder here, and the hub refuses it: {code} Client Error.")
 
 
 @pytest.fixture
@@ -231,16 +224,3 @@ def test_the_command_line_takes_a_hub_id_and_its_revision(
     file = write_json(tmp_path / "r.json", recipe(tmp_path, Path(ID), output_dir=str(tmp_path / "out")))
     assert main(f"train --recipe {file} --teacher_revision {revision} --dry_run".split()) == code
     assert (f"error: {ID}: " in capsys.readouterr().err) is (code == 2)
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_a_dry_run_offline_names_weights_whose_links_lead_to_nothing(
-    cached: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    weights = sorted((snapshot(cached) / "vae").glob("*.safetensors"))[0]
-    weights.unlink()
-    weights.symlink_to("../../../blobs/gone")
-    file = write_json(tmp_path / "r.json", recipe(tmp_path, Path(ID), output_dir=str(tmp_path / "out")))
-    assert main(f"train --recipe {file} --dry_run".split()) == 2
-    where = f"error: {weights}: is a link to nothing, and this machine is offline. Where there is a network"
-    assert where in capsys.readouterr().err
