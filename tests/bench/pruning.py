@@ -30,7 +30,7 @@ from wandistiller.wan import transformer
 DEPTHS = [{"num_layers": n, "keep_layers": how} for n in (4, 2) for how in ("uniform", "ends", "importance")]
 FFN = [{"ffn_dim": share} for share in (0.5, 0.25)]
 WIDTHS = [{"num_attention_heads": 0.75}, {"num_attention_heads": 0.5}, {"attention_head_dim": 0.5}]
-SOURCES = [{"from_expert": which} for which in ("low_noise", "high_noise", "average")]
+SOURCES = [{"from_expert": which} for which in ("low_noise", "high_noise")]
 FILES = [read_json(file) for file in sorted((SHIPPED / "students").glob("*.json"))]
 TWO = [{"experts": "two", **cut} for cut in ({}, *DEPTHS, *FFN, *WIDTHS)]
 

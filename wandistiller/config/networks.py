@@ -19,7 +19,7 @@ from wandistiller.network.network import Parameters, Trained, parameters_of
 from wandistiller.objectives.base import Role, RunFacts
 from wandistiller.objectives.objective import Objective
 from wandistiller.objectives.script import TEACHER
-from wandistiller.student.config import IMPORTANCE, StudentConfig, kept_layers, source_experts
+from wandistiller.student.config import IMPORTANCE, StudentConfig, kept_layers, source_expert
 from wandistiller.teacher.placements.base import Placement
 
 SHARED, COPY = "the teacher's", "a copy of the teacher's"
@@ -216,7 +216,7 @@ class TableMaker:
         )
         if not of_teacher or student.base:
             return row
-        copied, *_ = source_experts(StudentConfig(experts=self.student.experts), self.folder, student.expert)
+        copied = source_expert(StudentConfig(experts=self.student.experts), self.folder, student.expert)
         return replace(
             row,
             config=self.folder.config,
@@ -240,11 +240,8 @@ def copied_experts(
     is_other = student.init != "teacher" or config.raw != folder.config.raw
     if is_other or student.keep_layers == IMPORTANCE:
         return {}
-    sources = {e: source_experts(student, folder, e) for e in experts}
     copies_all = kept_layers(student, config, folder) == list(range(config.num_layers))
-    if not copies_all or any(len(of_one) > 1 for of_one in sources.values()):
-        return {}
-    return {e: expert for e, (expert,) in sources.items()}
+    return {e: source_expert(student, folder, e) for e in experts if copies_all}
 
 
 def without_start(lora: dict[str, Any] | None) -> dict[str, Any] | None:

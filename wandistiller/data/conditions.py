@@ -102,11 +102,8 @@ class TextCache:
         """Return text_LD of one prompt, without padding, in the encoder's precision."""
         return self._tensors.read(self.key(prompt), "text")[0]
 
-    def of(self, prompts: list[str]) -> Conditioning:
-        """Return the conditioning of prompts, text zero-padded to the longest, on the CPU."""
-        return self.batch([self.key(prompt) for prompt in prompts])
-
     def batch(self, key_B: list[str]) -> Conditioning:
+        """Return the conditioning of prompts, text zero-padded to the longest, on the CPU."""
         texts = [self._tensors.read(key, "text")[0] for key in key_B]
         return Conditioning(pad_sequence(texts, batch_first=True))
 

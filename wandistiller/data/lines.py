@@ -95,9 +95,7 @@ class TextLines:
             yield end, 1, "" if line.startswith("#") else line
 
     def item(self, line: str) -> Item | None:
-        """Return what a record says; None if that is nothing. Raises ValueError with the reason."""
-        if "\r" in line:
-            raise ValueError("lines end with CR alone, as on old Macs. Save the file with LF.")
+        """Return what a record says; None if that is nothing."""
         return (line, [], []) if has_prompt(line) else None
 
 
@@ -109,12 +107,10 @@ class JsonLines(TextLines):
         if not line:
             return None
         try:
-            entry = json.loads(line, object_pairs_hook=_without_duplicates)
+            entry = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"not valid JSON: {error}. Write one object a line.") from None
         row = [(k.strip().lower(), value) for k, value in entry.items()] if isinstance(entry, dict) else []
-        if twice := _twice([key for key, _ in row]):
-            raise ValueError(f"two keys `{twice}`, which differ in capitals or spaces. Keep one.")
         remedy = 'Write {"prompt": "...", "image": "file.png"}, or "video", or neither of them.'
         return _item(row, f"no prompt. {remedy}")
 
@@ -134,8 +130,8 @@ class Table:
                 f"no column {', '.join(PROMPT_COLUMNS[:-1])} or {PROMPT_COLUMNS[-1]}. Begin with a header "
                 "such as prompt,file, or write one prompt a line into a .txt."
             )
-        if twice := _twice(used):
-            raise ValueError(f"two columns `{twice}`. Keep one.")
+        if twice := [name for name in used if used.count(name) > 1]:
+            raise ValueError(f"two columns `{twice[0]}`. Keep one.")
 
     def records(self, stream: BinaryIO, start: int) -> Iterator[tuple[int, int, list[str]]]:
         """Yield the byte after a record, its number of lines, and its fields.
@@ -199,23 +195,11 @@ def _item(row: list[tuple[str, Any]], without_prompt: str) -> Item:
     return prompt.strip(), [name for _, name in media[:1] + last], others
 
 
-def _twice(names: list[str]) -> str | None:
-    """Return the first of the names that is a used column and occurs twice."""
-    return next((name for name in names if name in USED_COLUMNS and names.count(name) > 1), None)
-
-
 def _texts(value: Any) -> list[str]:
     if isinstance(value, list | dict):
         inner = value.values() if isinstance(value, dict) else value
         return [text for element in inner for text in _texts(element)]
     return [value] if isinstance(value, str) else []
-
-
-def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    entry = dict(pairs)
-    if len(entry) < len(pairs):
-        raise ValueError("a key is given twice")
-    return entry
 
 
 def tables_in(path: Path) -> str:

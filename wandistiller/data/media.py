@@ -36,10 +36,6 @@ PLUGINS = {
 FORMATS = "PNG JPEG MPO WEBP BMP DIB TIFF AVIF HEIF JXL JPEG2000 TGA PPM GIF".split()
 """Pillow's names of the formats that are opened, whatever a file's ending. Of the others PostScript starts a
 program, Ghostscript."""
-OPAQUE = set(
-    ".jpg .jpeg .jpe .jfif .ppm .pgm .mp4 .m4v .mpg .mpeg .ts .m2ts .mts .wmv .flv .ogv .3gp".split()
-)
-"""Endings of formats without alpha."""
 MOST_ENLARGED = 16
 """Greatest factor by which a picture is enlarged; a sliver would fill gigabytes, a dot is no picture."""
 ORIENTATION = 0x0112  # of EXIF
@@ -204,7 +200,7 @@ def missing_package(path: Path) -> str | None:
 def pixels_depend_on(path: Path, background: RGB, fit: str = CROP) -> list[object]:
     """Return what a medium's pixels depend on but its content, size and rate."""
     ending, bars = path.suffix.lower(), [LETTERBOX, background] if fit == LETTERBOX else []
-    over = [background] if ending not in OPAQUE and background != WHITE else []
+    over = [background] if background != WHITE else []
     if ending in VIDEOS:
         return ["sRGB by time", *(["10 ms"] if ending == ".gif" else []), *over, *bars]
     return ["sRGB", *over, *bars, *filter(None, [missing_package(path)])]

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.linalg import qr, svd
 
 EXACT = 512
 """Most rows or columns of a matrix that is decomposed in full; a larger one by iteration."""
@@ -20,15 +19,14 @@ def largest_directions(matrix: Tensor, most: int) -> tuple[Tensor, Tensor, Tenso
 
     Source: Eckart and Young 1936; for large matrices Halko et al. 2011, arXiv:0909.4061, algorithm 4.4.
     """
-    basis = None
     if min(matrix.shape) > max(EXACT, most + OVERSAMPLED):
-        first = torch.randn(matrix.shape[1], most + OVERSAMPLED, generator=torch.Generator().manual_seed(0))
-        basis = qr(matrix @ first.to(matrix))[0]
-        for _ in range(TURNS):
-            basis = qr(matrix @ qr(matrix.T @ basis)[0])[0]
-    u, s, vh = svd(matrix if basis is None else basis.T @ matrix, full_matrices=False)
-    u = u if basis is None else basis @ u
-    return u[:, :most], s[:most], vh[:most].T
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            u, s, v = torch.svd_lowrank(matrix, most + OVERSAMPLED, TURNS)
+    else:
+        u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+        v = vh.T
+    return u[:, :most], s[:most], v[:, :most]
 
 
 def in_halves(u: Tensor, s: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

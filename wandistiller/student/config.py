@@ -47,8 +47,8 @@ class StudentConfig:
     `importance`: those without which the teacher's velocity changes most, measured on cached data."""
     experts: Literal["one", "two", "all"] = "one"
     """`one` network for all sigma, or `two`, split at the teacher's boundary; `all`: as many as it has."""
-    from_expert: Literal["low_noise", "high_noise", "average"] = "low_noise"
-    """Source of a one-expert student: `low_noise`, `high_noise`, or the `average` of their weights."""
+    from_expert: Literal["low_noise", "high_noise"] = "low_noise"
+    """Source of a one-expert student."""
 
 
 def read_student_config(
@@ -183,13 +183,11 @@ def kept_layers(student: StudentConfig, config: TransformerConfig, folder: Folde
     return [0] if keep == 1 else [round(i * (layers - 1) / (keep - 1)) for i in range(keep)]
 
 
-def source_experts(student: StudentConfig, folder: Folder, expert: Expert) -> list[Expert]:
-    """Return the teacher's experts whose average one of the student's networks starts from."""
+def source_expert(student: StudentConfig, folder: Folder, expert: Expert) -> Expert:
+    """Return the teacher's expert that one of the student's networks starts from."""
     if len(folder.configs) == 1:
-        return [Expert.HIGH_NOISE]
-    if student.experts == "two":
-        return [expert]
-    return list(Expert) if student.from_expert == "average" else [Expert.of_key(student.from_expert)]
+        return Expert.HIGH_NOISE
+    return expert if student.experts == "two" else Expert.of_key(student.from_expert)
 
 
 def teacher_block_of(copied: list[int], layers: int) -> list[int]:

@@ -1,6 +1,7 @@
 """The student's initial weights: the teacher's, cut where it is narrower; random; or those of a folder."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,27 +13,23 @@ from wandistiller.network.folder import Folder
 from wandistiller.network.names import in_block, split_name
 from wandistiller.network.weight_reader import WeightReader
 from wandistiller.student import pruning
-from wandistiller.student.config import StudentConfig, kept_layers, source_experts, transformer_folder
+from wandistiller.student.config import StudentConfig, kept_layers, source_expert, transformer_folder
 from wandistiller.student.pruning import CalibrationStats
 from wandistiller.student.slicing import WidthSlicer
 from wandistiller.utils.errors import ConfigError
 
 
-class _Weights:
-    """The source tensors of a student's network, read one at a time; averaged over several experts."""
+def _reader(student: StudentConfig, folder: Folder, expert: Expert) -> WeightReader:
+    """Read the headers of the weights that a student's network starts from."""
+    if student.init == "teacher":
+        return folder.reader(source_expert(student, folder, expert))
+    return WeightReader(transformer_folder(student.init, expert))
 
-    def __init__(self, student: StudentConfig, folder: Folder, expert: Expert):
-        if student.init == "teacher":
-            self.readers = [folder.reader(source) for source in source_experts(student, folder, expert)]
-        else:
-            self.readers = [WeightReader(transformer_folder(student.init, expert))]
 
-    def read(self, name: str) -> Tensor:
-        """Read a tensor, float32 on the CPU."""
-        values = [torch.empty(reader.stored[name].shape) for reader in self.readers]
-        for reader, value in zip(self.readers, values, strict=True):
-            reader.read(name, value)
-        return values[0] if len(values) == 1 else torch.stack(values).mean(0)
+def _read(reader: WeightReader, name: str) -> Tensor:
+    """Read a tensor, float32 on the CPU."""
+    reader.read(name, value := torch.empty(reader.stored[name].shape))
+    return value
 
 
 def start_weights(
@@ -57,16 +54,16 @@ def start_weights(
         return
     copied = student.init == "teacher"
     layers = kept_layers(student, config, folder) if copied else list(range(config.num_layers))
-    weights, cuts = _Weights(student, folder, expert), cuts or WidthSlicer()
+    reader, cuts = _reader(student, folder, expert), cuts or WidthSlicer()
     for name, module in config.meta().named_modules():
         number, inside = split_name(name)
         source = name if number is None else in_block(layers[number], inside)
         leaves = [leaf for leaf, _ in module.named_parameters(recurse=False)]
-        values = {leaf: weights.read(f"{source}.{leaf}".strip(".")) for leaf in leaves}
+        values = {leaf: _read(reader, f"{source}.{leaf}".strip(".")) for leaf in leaves}
         for leaf, value in cuts.cut(source, values).items():
             # contiguous, as DeepSpeed views parameters as bytes
             yield f"{name}.{leaf}".strip("."), value.contiguous()
-    if problems := collectives.gather_problems([p for reader in weights.readers for p in reader.faults]):
+    if problems := collectives.gather_problems(reader.faults):
         raise ConfigError(*problems)
 
 
@@ -80,5 +77,5 @@ def plan_cuts(
     student: StudentConfig, config: NetworkConfig, folder: Folder, expert: Expert, stats: CalibrationStats
 ) -> WidthSlicer:
     """Choose the cut of one of the student's networks from the teacher's activation statistics."""
-    blocks, weights = kept_layers(student, config, folder), _Weights(student, folder, expert)
-    return pruning.strongest_cut(config, folder.config, blocks, stats, weights.read)
+    blocks, read = kept_layers(student, config, folder), partial(_read, _reader(student, folder, expert))
+    return pruning.strongest_cut(config, folder.config, blocks, stats, read)

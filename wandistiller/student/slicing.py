@@ -32,15 +32,6 @@ class Subspace:
         """True for units, False for directions."""
         return not self.basis.is_floating_point()
 
-    def in_words(self) -> str:
-        """Describe the kept units: `0-31 64-95`."""
-        if not self.picks:
-            return f"{self.basis.shape[1]} principal directions of {self.basis.shape[0]}"
-        units = self.basis.tolist()
-        starts = [u for i, u in enumerate(units) if i == 0 or units[i - 1] != u - 1]
-        ends = [u for i, u in enumerate(units) if i == len(units) - 1 or units[i + 1] != u + 1]
-        return " ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
-
     def along(self, value: Tensor, dim: int) -> Tensor:
         """Return the student's coordinates of vectors that lie along one dimension of `value`."""
         if self.picks:

@@ -39,7 +39,7 @@ from wandistiller.student.calibration import (
     velocity_error,
     write_importance,
 )
-from wandistiller.student.config import IMPORTANCE, kept_layers, source_experts, teacher_block_of
+from wandistiller.student.config import IMPORTANCE, kept_layers, source_expert, teacher_block_of
 from wandistiller.student.initialize import copied_weights, plan_cuts, start_weights
 from wandistiller.student.learner import Learner
 from wandistiller.student.slicing import WidthSlicer
@@ -137,7 +137,7 @@ def initial_learners(
         builder = NetworkBuilder(job, teacher, ranks=ranks)
         return job, {STUDENT: build_student(builder)} | build_others(builder)
     job, cuts = plan_pruning(job, data, teacher) if job.needs_measuring else (job, {})
-    write_lineage(job, cuts)
+    write_lineage(job)
     builder = NetworkBuilder(job, teacher, cuts, ranks)
     student = build_student(builder)
     measure_start(job, data, teacher if data.has_latents else None, student)
@@ -201,11 +201,11 @@ def plan_pruning(job: Job, data: CachedData, teacher: Teacher) -> tuple[Job, dic
             write_resolved(job)
     cuts = {}
     for expert in job.networks.student if job.is_cut else ():
-        served = source_experts(job.student, job.folder, expert)
-        used = [b for b in batches if b.expert in served]
+        served = source_expert(job.student, job.folder, expert)
+        used = [b for b in batches if b.expert is served]
         samples = sum(len(b.sigma_B) for b in used)
         collectives.log0("measuring the teacher's activations: %d samples", samples)
-        modules = {network.module for e, network in local_networks(teacher).items() if e in served}
+        modules = {network.module for e, network in local_networks(teacher).items() if e is served}
         calls, owner = [partial(teacher.velocity, b) for b in used], owner_rank(teacher)
         with whole_sequences(modules):  # statistics of all patches
             measured = measure(modules, calls)
@@ -216,7 +216,7 @@ def plan_pruning(job: Job, data: CachedData, teacher: Teacher) -> tuple[Job, dic
 
 
 def _important(job: Job, teacher: Teacher, batches: list[Batch], measured: Measured) -> list[int]:
-    experts = {source for e in job.networks.student for source in source_experts(job.student, job.folder, e)}
+    experts = {source_expert(job.student, job.folder, e) for e in job.networks.student}
     layers, keep = job.folder.config.num_layers, job.student_transformer.num_layers
     rounds = importance(teacher, [b for b in batches if b.expert in experts], layers, keep, measured)
     chosen, file = list(rounds[-1]), job.output / "importance.json"
@@ -226,7 +226,7 @@ def _important(job: Job, teacher: Teacher, batches: list[Batch], measured: Measu
     return chosen
 
 
-def write_lineage(job: Job, cuts: dict[Expert, WidthSlicer]) -> None:
+def write_lineage(job: Job) -> None:
     """Write OUTPUT/lineage.json on rank 0: the teacher's networks and blocks that the student's come from."""
     if collectives.rank() == 0 and job.start:
         origin = {"stands_for": job.stands_for}
@@ -236,10 +236,9 @@ def write_lineage(job: Job, cuts: dict[Expert, WidthSlicer]) -> None:
     layers = kept_layers(job.student, job.student_transformer, job.folder)
     origins = {
         expert.value: {
-            "made_of": [e.value for e in source_experts(job.student, job.folder, expert)],
+            "made_of": [source_expert(job.student, job.folder, expert).value],
             "kept_layers": layers,
             "stands_for": teacher_block_of(layers, job.folder.config.num_layers),
-            "cut": {name: axis.in_words() for name, axis in cuts.get(expert, WidthSlicer()).axes.items()},
         }
         for expert in job.networks.student
     }

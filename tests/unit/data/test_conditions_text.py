@@ -123,7 +123,9 @@ def two_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cached_text_is_what_the_pipeline_encodes_with_zeroed_padding(tmp_path: Path, wan2: Path) -> None:
     prompts = ["a red circle", "blue &amp; green", "", "left", " a  red circle"]
     text = filled(tmp_path, wan2, prompts)
-    for prompt, text_LD in zip(prompts, padded(text.of(prompts).text_BLD, TEXT_TOKENS), strict=True):
+    for prompt, text_LD in zip(
+        prompts, padded(text.batch([*map(text.key, prompts)]).text_BLD, TEXT_TOKENS), strict=True
+    ):
         assert near(text_LD, encoded_by_diffusers(wan2, torch.float32, prompt))
         assert text[prompt].any(-1).all()
 
@@ -154,7 +156,8 @@ def test_a_cache_that_has_all_prompts_in_whatever_order_loads_no_encoder(
     text = filled(tmp_path, wan2, ["left", "red", "a"])
     assert shards(tmp_path) == before
     assert near(
-        padded(text.of(["left"]).text_BLD, TEXT_TOKENS)[0], encoded_by_diffusers(wan2, torch.float32, "left")
+        padded(text.batch([text.key("left")]).text_BLD, TEXT_TOKENS)[0],
+        encoded_by_diffusers(wan2, torch.float32, "left"),
     )
 
 

@@ -164,20 +164,6 @@ def test_a_text_of_any_length_is_a_prompt_and_a_path_is_none() -> None:
             read_items([path])
 
 
-@pytest.mark.parametrize("keys", [("Image", "image"), ("last_image", " last_image"), ("Prompt", "prompt")])
-def test_keys_that_differ_in_capitals_or_spaces_are_refused(tmp_path: Path, keys: tuple[str, str]) -> None:
-    touched(tmp_path, "a.png", "b.png")
-    row = {"prompt": "a", "image": "a.png"} | dict(zip(keys, ("a.png", "b.png"), strict=True))
-    with pytest.raises(ConfigError, match=f"line 1: two keys `{keys[1].strip()}`, which differ in capitals"):
-        read_dataset(str(table(tmp_path / "t.jsonl", [row])))
-
-
-def test_lists_whose_lines_end_as_on_old_macs_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "t.txt").write_bytes(b"one\rtwo\r")
-    with pytest.raises(ConfigError, match="t.txt, line 1: lines end with CR alone, as on old Macs."):
-        read_dataset(str(tmp_path / "t.txt"))
-
-
 def test_linked_folders_are_read_once(tmp_path: Path) -> None:
     touched(tmp_path, "real/a.png", "data/x")
     (tmp_path / "real/a.txt").write_text("a prompt")

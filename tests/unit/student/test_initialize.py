@@ -158,12 +158,6 @@ def test_all_contradictions_are_reported_at_once(wan2: Path) -> None:
     assert len(refused(wan2, num_heads=2, num_layers=-1, keep_layers=[1, 0])) == 3
 
 
-def test_a_student_of_the_average_has_the_mean_of_both_experts_weights(wan2: Path) -> None:
-    high, low = weights(wan2 / "transformer"), weights(wan2 / "transformer_2")
-    means = {name: torch.stack([high[name], low[name]]).mean(0) for name in high}
-    assert_equal(started(wan2, from_expert="average").state_dict(), means)
-
-
 def test_two_experts_need_a_teacher_or_folder_with_two(wan1: Path, wan2: Path) -> None:
     message = f's.json: `experts` is "two". {wan1} has one expert; write "one".'
     assert refused(wan1, experts="two") == [message]

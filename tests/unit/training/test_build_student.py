@@ -202,7 +202,6 @@ def test_lineage_and_resolved_student_name_the_layers_that_were_kept(alone: Path
     for expert, actual in json.loads((alone / "lineage.json").read_text()).items():
         assert actual["made_of"] == [expert] and actual["kept_layers"] == kept
         assert actual["stands_for"] == [kept[1] - 1, 3]
-        assert {f"blocks.{kept[0]}.ffn", f"blocks.{kept[1]}.attn1.to_v", "stream"} <= actual["cut"].keys()
 
 
 @pytest.mark.slow
