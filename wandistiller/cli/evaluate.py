@@ -21,7 +21,6 @@ from wandistiller.utils.errors import (
     collecting,
     folder_problems,
     inside_problems,
-    problem,
     readable,
 )
 from wandistiller.wan.added_lora import read_recorded
@@ -173,8 +172,6 @@ def _pair_problems(evaluation: Evaluation, sharers: int, world: int) -> list[str
     of_student = size_problems(student, *size)
     problems = list(dict.fromkeys(size_problems(teacher, *size) + of_student))
     problems += image_problems(teacher, evaluation.items)
-    if (second := guided.guidance_scale_2) is not None and teacher.boundary is None:
-        problems.append(problem(teacher.name, "guidance_scale_2", second, "It has one expert; leave it out."))
     if (theirs := teacher.latent_shape(*size)) != (its := student.latent_shape(*size)):
         problems.append(
             f"{student.name}: its latents are {its}, those of {teacher.name} {theirs}. "

@@ -7,14 +7,13 @@ import zlib
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
-from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, features
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from wandistiller.data.colours import RGB, WHITE, coded_colours_problem, to_srgb
@@ -27,13 +26,7 @@ UNREADABLE = (
     *(struct.error, zlib.error, Image.DecompressionBombError),
 )
 """Exceptions of Pillow, and of videos, for files that cannot be read."""
-PLUGINS = {
-    ".heic": ("pillow_heif", "pillow-heif"),
-    ".heif": ("pillow_heif", "pillow-heif"),
-    ".jxl": ("pillow_jxl", "pillow-jxl-plugin"),
-}
-"""Modules that add a format to Pillow, by the file's ending, and the packages that have them."""
-FORMATS = "PNG JPEG MPO WEBP BMP DIB TIFF AVIF HEIF JXL JPEG2000 TGA PPM GIF".split()
+FORMATS = "PNG JPEG MPO WEBP BMP DIB TIFF AVIF JPEG2000 TGA PPM GIF".split()
 """Pillow's names of the formats that are opened, whatever a file's ending. Of the others PostScript starts a
 program, Ghostscript."""
 MOST_ENLARGED = 16
@@ -92,8 +85,6 @@ class MediaReader:
             if begin and len(fitted) < most:  # its end is damaged
                 fitted = self._fitted(path, size, max(0, begin + len(fitted) - most))
         except UNREADABLE as error:
-            if package := missing_package(path):
-                raise MediaError(f"cannot be read: this needs: pip install {package}") from None
             refused = MediaError(f"cannot be read: {(str(error).strip() or repr(error)).splitlines()[0]}")
             is_away = not os.path.exists(path)  # moved, or on a disk that is not mounted now
             refused.passing = is_away or isinstance(error, OSError) and error.errno is not None
@@ -173,28 +164,14 @@ def _upright(path: Path, background: RGB) -> Image.Image:
 
 
 def opened(path: Path) -> Image.Image:
-    """Open an image of one of FORMATS, with the plug-in that its ending needs, if that is installed."""
+    """Open an image of one of FORMATS."""
     if not path.is_file():
         raise OSError("is no regular file")
-    module, _ = PLUGINS.get(path.suffix.lower(), ("", ""))
-    if module and find_spec(module):
-        plugin = import_module(module)
-        if module == "pillow_heif":
-            plugin.register_heif_opener()
     Image.init()
     with warnings.catch_warnings():
         # Pillow's limit for an error is twice that for this one, which would be printed bare
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         return Image.open(path, formats=[name for name in FORMATS if name in Image.OPEN])
-
-
-def missing_package(path: Path) -> str | None:
-    """Return the package to install for a format that Pillow does not read here; None if it reads it."""
-    ending = path.suffix.lower()
-    if ending == ".avif":
-        return None if features.check("avif") else "--upgrade pillow"
-    module, package = PLUGINS.get(ending, ("", None))
-    return None if module and find_spec(module) else package
 
 
 def pixels_depend_on(path: Path, background: RGB, fit: str = CROP) -> list[object]:
@@ -203,7 +180,7 @@ def pixels_depend_on(path: Path, background: RGB, fit: str = CROP) -> list[objec
     over = [background] if background != WHITE else []
     if ending in VIDEOS:
         return ["sRGB by time", *(["10 ms"] if ending == ".gif" else []), *over, *bars]
-    return ["sRGB", *over, *bars, *filter(None, [missing_package(path)])]
+    return ["sRGB", *over, *bars]
 
 
 def video_problem(path: Path) -> str | None:

@@ -131,8 +131,6 @@ def initial_learners(
     job: Job, data: CachedData, teacher: Teacher | None, ranks: Ranks = ALONE
 ) -> tuple[Job, dict[str, Learner]]:
     """Return the run with its pruning chosen, and its networks by role, blank if it resumes. Collective."""
-    if ranks.degree != job.run.context_parallel:
-        raise ValueError("ranks that share samples are made by `ranks_of`, once, and handed on")
     if job.resume_from:
         builder = NetworkBuilder(job, teacher, ranks=ranks)
         return job, {STUDENT: build_student(builder)} | build_others(builder)

@@ -192,13 +192,6 @@ def test_dimensions_are_as_shown_cached_and_read_again_when_a_file_changes(
     assert media_dimensions(files.__getitem__, 4, table).tolist() == [*expected[:3], [7, 8]]
 
 
-@pytest.mark.parametrize(("name", "package"), [("a.heic", "pillow-heif"), ("a.JXL", "pillow-jxl-plugin")])
-def test_a_format_that_needs_a_plug_in_names_its_package(tmp_path: Path, name: str, package: str) -> None:
-    (tmp_path / name).write_bytes(bytes(100))
-    with pytest.raises(MediaError, match=f"needs: pip install {package}$"):
-        load(tmp_path / name)
-
-
 @pytest.mark.parametrize("name", ["a.tif", "a.jpg", "a.png", "a.webp", "a.avif"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_pixels_and_dimensions_are_as_shown_in_every_format_and_orientation(
