@@ -19,7 +19,7 @@ from wandistiller.experts import Expert
 from wandistiller.network.network import Network
 from wandistiller.student.calibration import velocity_error
 from wandistiller.student.initialize import start_weights
-from wandistiller.student.slicing import WidthSlicer
+from wandistiller.student.pruning import WidthSlicer
 from wandistiller.teacher.base import local_modules, without_guidance
 from wandistiller.tiny.shapes import SEEN
 from wandistiller.training.build_student import calibration_of, plan_pruning

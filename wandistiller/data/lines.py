@@ -19,9 +19,7 @@ LONGEST_LINE = 2**16
 SEPARATORS = {".csv": ",;\t", ".tsv": "\t,;"}
 """Characters between the fields of a table, by its ending, most usual first; its header decides."""
 LISTS = (".txt", ".jsonl", *SEPARATORS)
-IMAGES = set(
-    ".png .jpg .jpeg .jpe .jfif .webp .bmp .tif .tiff .avif .jp2 .tga .ppm .pgm".split()
-)
+IMAGES = set(".png .jpg .jpeg .jpe .jfif .webp .bmp .tif .tiff .avif .jp2 .tga .ppm .pgm".split())
 VIDEOS = set(".mp4 .m4v .mov .webm .mkv .avi .mpg .mpeg .ts .mts .m2ts .wmv .flv .ogv .3gp .gif".split())
 MEDIA = IMAGES | VIDEOS
 NO_MEDIA = {"", *LISTS, *".json .yaml .yml .toml .xml .html .md .rst .log .py .sh .bak .npz .pt".split()}

@@ -14,8 +14,7 @@ from wandistiller.network.names import in_block, split_name
 from wandistiller.network.weight_reader import WeightReader
 from wandistiller.student import pruning
 from wandistiller.student.config import StudentConfig, kept_layers, source_expert, transformer_folder
-from wandistiller.student.pruning import CalibrationStats
-from wandistiller.student.slicing import WidthSlicer
+from wandistiller.student.pruning import CalibrationStats, WidthSlicer
 from wandistiller.utils.errors import ConfigError
 
 

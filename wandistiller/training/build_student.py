@@ -42,7 +42,7 @@ from wandistiller.student.calibration import (
 from wandistiller.student.config import IMPORTANCE, kept_layers, source_expert, teacher_block_of
 from wandistiller.student.initialize import copied_weights, plan_cuts, start_weights
 from wandistiller.student.learner import Learner
-from wandistiller.student.slicing import WidthSlicer
+from wandistiller.student.pruning import WidthSlicer
 from wandistiller.teacher.base import Teacher, local_networks, owner_rank, without_guidance
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import write_json

@@ -13,8 +13,14 @@ from torch import Tensor
 from wandistiller.network.names import set_parameter
 from wandistiller.student import calibration
 from wandistiller.student.calibration import measure
-from wandistiller.student.pruning import CalibrationStats, fits_rope, rope_pairs, rope_units, strongest_cut
-from wandistiller.student.slicing import WidthSlicer
+from wandistiller.student.pruning import (
+    CalibrationStats,
+    WidthSlicer,
+    fits_rope,
+    rope_pairs,
+    rope_units,
+    strongest_cut,
+)
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import transformer
 from wandistiller.wan.structure import IMAGE_MAPS, IMAGE_NORM, NORMED
