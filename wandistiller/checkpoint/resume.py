@@ -121,7 +121,7 @@ MADE_OF = {
     **dict.fromkeys(("vae", "text_encoder", "image_encoder"), ("teacher_path", "teacher_revision")),
     "data": (
         *("data_path", "height", "width", "num_frames", "buckets", "rollout_steps", "rollouts_per_prompt"),
-        *("seed", "shift", "video_fps", "fit", "background", "clips_per_video"),
+        *("seed", "shift", "video_fps", "fit", "background"),
     ),
 }
 """Keys of the identity that are hashes or lists -> the settings behind them."""

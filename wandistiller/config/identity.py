@@ -85,8 +85,6 @@ def data_digest(job: Job) -> str:
         later.append(job.reader.background)
     if run.fit == LETTERBOX and items.first(*STILLS, MediaType.VIDEO):
         later += [run.fit, job.reader.background]
-    if run.clips_per_video > 1 and items.first(MediaType.VIDEO):
-        later.append(f"{run.clips_per_video} clips")
     if job.folder.config.takes_image:
         later.append("given frames")
     return digest(items.digest, *map(str, (job.rollouts, job.size, job.buckets)), run.video_fps, *later)

@@ -91,7 +91,7 @@ class Job:
     @cached_property
     def reader(self) -> MediaReader:
         r = self.run
-        return MediaReader(r.video_fps, background_of(r.background), r.fit, r.clips_per_video)
+        return MediaReader(r.video_fps, background_of(r.background), r.fit)
 
     @cached_property
     def sample_items(self) -> list[PromptItem]:
@@ -107,7 +107,7 @@ class Job:
     @property
     def epoch(self) -> int:
         """Samples of one pass over the data."""
-        return self.items.samples(self.run.rollouts_per_prompt, self.run.clips_per_video)
+        return self.items.samples(self.run.rollouts_per_prompt)
 
     @property
     def guidance(self) -> dict[Expert, float]:

@@ -133,7 +133,6 @@ class RunConfig:
     fit: Literal["crop", "letterbox"] = size(
         "crop", "media of other shapes are cut, or shown whole between bars of the background's colour"
     )
-    clips_per_video: Amount = size(1, "clips taken of each video, evenly spaced, each a sample of its own")
     video_fps: Annotated[float, Gt(0), Le(10**6)] | None = size(
         None, "frames a second taken of faster videos; default 16 (Wan2.2 5B: 24)"
     )

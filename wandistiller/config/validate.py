@@ -187,7 +187,7 @@ def _teacher(json: DeepSpeedJson, run: RunConfig, world: int, *, here: bool) -> 
 
 def _complete(run: RunConfig, folder: Folder, items: PromptDataset, samples: int) -> RunConfig:
     """Replace None by the teacher's own values; clear settings that the JSONs hold; a step has `samples`."""
-    usual, epoch = folder.usual, items.samples(run.rollouts_per_prompt, run.clips_per_video)
+    usual, epoch = folder.usual, items.samples(run.rollouts_per_prompt)
     # one scale is for both experts, as in diffusers
     scale, scale_2 = usual.guidance if run.guidance_scale is None else [run.guidance_scale] * 2
     steps = [number and -(-number * epoch // samples) for number in (run.num_epochs, run.sample_interval)]

@@ -23,27 +23,18 @@ from wandistiller.utils.errors import ConfigError
 class AllSamples:
     """All samples of the data by number: media, then prompts without media `per_prompt` times each."""
 
-    def __init__(
-        self,
-        items: PromptDataset,
-        per_prompt: int,
-        sizes: list[Size],
-        size_of: np.ndarray,
-        per_video: int = 1,
-    ):
+    def __init__(self, items: PromptDataset, per_prompt: int, sizes: list[Size], size_of: np.ndarray):
         """Number them.
 
         Args:
-            per_video: clips of each video, which follow one another.
             sizes: the first is the run's and that of rollouts.
             size_of: index into `sizes` for each item.
         """
         self._items, self._per_prompt, self._sizes = items, per_prompt, sizes
         made = items.made
-        self._prompts, repeats = np.flatnonzero(made), items.repeats(per_prompt, per_video)
-        self._media = np.repeat(np.flatnonzero(~made), repeats[~made])
-        numbers = (np.repeat(size_of[of], repeats[of]) for of in (~made, made))
-        self._size_of = np.concatenate([*numbers]).astype(np.int16)
+        self._prompts, self._media = np.flatnonzero(made), np.flatnonzero(~made)
+        size_N = np.concatenate([size_of[~made], np.repeat(size_of[made], per_prompt)])
+        self._size_of = size_N.astype(np.int16)
         self.groups = {s: np.flatnonzero(self._size_of == s) for s in np.unique(self._size_of).tolist()}
         """Numbers of the samples of each size that occurs, by the size's index."""
 
@@ -53,9 +44,7 @@ class AllSamples:
     def __getitem__(self, number: int) -> Sample:
         size = self._sizes[self._size_of[number]]
         if number < len(self._media):
-            item = self._media[number]
-            clip = number - int(np.searchsorted(self._media, item))
-            return Sample(self._items[int(item)], size, clip=clip)
+            return Sample(self._items[int(self._media[number])], size)
         prompt, rollout_index = divmod(number - len(self._media), self._per_prompt)
         return Sample(self._items[int(self._prompts[prompt])], size, rollout_index)
 

@@ -141,7 +141,7 @@ class Conditions:
     def key(self, sample: Sample) -> ConditionKey:
         frames = None
         if self._folder.config.takes_image:
-            frames = self._reader.key(sample.item.begins_with, sample.size, sample.clip)
+            frames = self._reader.key(sample.item.begins_with, sample.size)
             if last := sample.item.last_image:
                 frames = digest(frames, self._reader.key(last, sample.size))
         return ConditionKey(self.text.key(sample.item.prompt), frames)
@@ -187,9 +187,9 @@ def given_frames(folder: Folder, reader: MediaReader, sample: Sample) -> Tensor:
     if images := sample.item.images:
         return torch.cat([_read_image(image, reader, sample) for image in images], dim=1)
     numbers, size = folder.config.given_places, sample.size
-    if numbers == [0] and not sample.clip:  # the others may be missing
+    if numbers == [0]:  # the others may be missing
         size = replace(size, num_frames=1)
-    return reader.read(sample.item.media, size, sample.clip)[:, numbers]
+    return reader.read(sample.item.media, size)[:, numbers]
 
 
 def _read_image(image: Path, reader: MediaReader, sample: Sample) -> Tensor:

@@ -122,13 +122,9 @@ class PromptDataset(Sequence[PromptItem]):
         """Pick up to 8 items, evenly over the data."""
         return [self[i] for i in range(0, len(self), max(1, len(self) // 8))][:8]
 
-    def repeats(self, per_prompt: int, per_video: int = 1) -> np.ndarray:
-        """Return how many samples of one epoch each item is: an image one, whatever the arguments."""
-        of_type = dict.fromkeys(MADE, per_prompt) | {MediaType.IMAGE: 1}
-        return np.array([of_type.get(kind, per_video) for kind in MediaType])[self.kinds]
-
-    def samples(self, per_prompt: int, per_video: int = 1) -> int:
-        return int(self.repeats(per_prompt, per_video).sum())
+    def samples(self, per_prompt: int) -> int:
+        """Return how many samples one epoch has: one of each medium."""
+        return int(np.where(self.made, per_prompt, 1).sum())
 
 
 @readable()

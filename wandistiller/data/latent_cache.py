@@ -74,7 +74,7 @@ class LatentCache:
     def key(self, sample: Sample) -> str:
         item, size = sample.item, str(sample.size)
         if item.media:
-            return self._reader.key(item.media, sample.size, sample.clip)
+            return self._reader.key(item.media, sample.size)
         images = [self._reader.key(image, sample.size) for image in item.images]
         return digest(item.prompt, sample.rollout_index, size, *images)
 
@@ -102,7 +102,7 @@ class LatentCache:
             vae = self._folder.load_vae(self.device)
 
             def encode(sample: Sample) -> dict[str, Tensor]:
-                pixels_CFHW = self._reader.read(sample.item.media, sample.size, sample.clip)
+                pixels_CFHW = self._reader.read(sample.item.media, sample.size)
                 return {"x0": vae.encode(pixels_CFHW[None].to(self.device))[0].float()}
 
             return encode

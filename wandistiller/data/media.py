@@ -18,7 +18,7 @@ from torch import Tensor
 
 from wandistiller.data.colours import RGB, WHITE, coded_colours_problem, to_srgb
 from wandistiller.data.lines import VIDEOS
-from wandistiller.data.videos import number_of_frames, read_frames
+from wandistiller.data.videos import read_frames
 from wandistiller.utils import files
 
 UNREADABLE = (
@@ -63,27 +63,18 @@ class MediaReader:
     """Colour below transparent parts, and of bars."""
     fit: str = CROP
     """`crop`: scaled to cover, and cropped in the middle; `letterbox`: all of it, with bars."""
-    clips: int = 1
-    """Clips of each video; 1: the first frames alone."""
-    _keys: dict[tuple[str, Size, int], str] = field(default_factory=dict, compare=False, repr=False)
+    _keys: dict[tuple[str, Size], str] = field(default_factory=dict, compare=False, repr=False)
 
-    def read(self, path: Path, size: Size, clip: int = 0) -> Tensor:
-        """Read an image, or a clip of a video: pixels_CFHW in [-1, 1].
-
-        Of several clips of a video the first begins with its first frame, the last ends with its last one,
-        and the others begin evenly between. In a short video they overlap; if it has no frame more than a
-        clip, all are the same.
+    def read(self, path: Path, size: Size) -> Tensor:
+        """Read an image, or the first frames of a video: pixels_CFHW in [-1, 1].
 
         Raises:
             MediaError: it cannot be read, or is too short.
         """
         most = size.num_frames
         try:
-            length = number_of_frames(path, self.fps) if clip else 0
-            begin = round(clip / (self.clips - 1) * max(0, length - most)) if clip else 0
-            fitted = self._fitted(path, size, begin)
-            if begin and len(fitted) < most:  # its end is damaged
-                fitted = self._fitted(path, size, max(0, begin + len(fitted) - most))
+            with closing(media_frames(path, self.fps, self.background)) as frames:
+                fitted = [np.array(self._fit(frame, size)) for frame in islice(frames, most)]
         except UNREADABLE as error:
             refused = MediaError(f"cannot be read: {(str(error).strip() or repr(error)).splitlines()[0]}")
             is_away = not os.path.exists(path)  # moved, or on a disk that is not mounted now
@@ -93,28 +84,21 @@ class MediaReader:
             raise MediaError(f"has {len(fitted)} frame(s) at {self.fps:g} a second, the run wants {most}")
         return torch.from_numpy(np.stack(fitted)).permute(3, 0, 1, 2) / 127.5 - 1
 
-    def key(self, path: Path, size: Size, clip: int = 0) -> str:
+    def key(self, path: Path, size: Size) -> str:
         """Return a key of what is read, as the file was when it was first asked for.
 
         So what is cached is found when a file changes or goes away. An image that clips begin or end with has
         one of its content: the teacher's clips take hours. Other media may be a million files, which are not
         read for it.
         """
-        asked = str(path), size, clip
+        asked = str(path), size
         if asked not in self._keys:
             settings = pixels_depend_on(path, self.background, self.fit)
-            if clip:  # the first is that of a run of one clip
-                settings.append(f"clip {clip} of {self.clips}")
             if size.num_frames > 1 and path.suffix.lower() not in VIDEOS:
                 self._keys[asked] = files.digest(files.content_fingerprint(path), str(size), *settings)
             else:
                 self._keys[asked] = files.digest(files.file_fingerprint(path), str(size), self.fps, *settings)
         return self._keys[asked]
-
-    def _fitted(self, path: Path, size: Size, begin: int) -> list[np.ndarray]:
-        """Return pixels_HWC of the frames from number `begin` on, as many as there are for a sample."""
-        with closing(media_frames(path, self.fps, self.background, begin)) as frames:
-            return [np.array(self._fit(frame, size)) for frame in islice(frames, size.num_frames)]
 
     def _fit(self, image: Image.Image, size: Size) -> Image.Image:
         """Scale with Lanczos to cover and cut out the middle, or into bars.
@@ -135,8 +119,8 @@ class MediaReader:
         return image.crop((left, top, left + size.width, top + size.height))
 
 
-def media_frames(path: Path, fps: float, background: RGB = WHITE, begin: int = 0) -> Iterator[Image.Image]:
-    """Yield an image, or a video's frames at a rate from number `begin` on, in RGB, decoded lazily.
+def media_frames(path: Path, fps: float, background: RGB = WHITE) -> Iterator[Image.Image]:
+    """Yield an image, or a video's frames at a rate, in RGB, decoded lazily.
 
     Frame k is the one that is shown k / fps seconds after the first, to the nearest frame, whatever the
     video's own rate is and whether it varies.
@@ -144,7 +128,7 @@ def media_frames(path: Path, fps: float, background: RGB = WHITE, begin: int = 0
     if path.suffix.lower() not in VIDEOS:
         yield _upright(path, background)
     else:
-        for frame in read_frames(path, fps, begin):
+        for frame in read_frames(path, fps):
             yield to_srgb(frame, background)
 
 

@@ -165,8 +165,6 @@ class Sample:
     item: PromptItem
     size: Size
     rollout_index: int = 0
-    clip: int = 0
-    """Number of the clip, of a video."""
 
 
 Encode = Callable[[Sample], dict[str, Tensor]]

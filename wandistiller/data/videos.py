@@ -4,15 +4,12 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from fractions import Fraction
-from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
-
-from wandistiller.utils.files import file_fingerprint
 
 if TYPE_CHECKING:  # an extra
     from av import VideoFrame
@@ -30,8 +27,6 @@ HD_HEIGHT, HD_WIDTH = 720, 1280
 """Size from which an unspecified matrix is that of BT.709, as players assume; smaller ones have BT.601's."""
 DOLBY_VISION = ("dvhe", "dvh1", "dav1", "dva1", "dvav")
 """Names of sample entries; source: Dolby Vision Streams Within the ISO Base Media File Format, 2.1.2."""
-SEEK_BACK = 1
-"""Seconds before a wanted time from which frames are decoded: some indexes point behind that time."""
 
 
 def nearest(number: Fraction) -> int:
@@ -99,8 +94,8 @@ def _decoded(container: "InputContainer", stream: "VideoStream") -> Iterator["Vi
             yield frame
 
 
-def read_frames(path: Path, fps: float, begin: int = 0) -> Iterator[Image.Image]:
-    """Yield the frames of a video at a rate, RGB or RGBA, from number `begin` on.
+def read_frames(path: Path, fps: float) -> Iterator[Image.Image]:
+    """Yield the frames of a video at a rate, RGB or RGBA.
 
     They are those of FFmpeg's filter fps: frame k is the last one whose time stamp, in units of 1/fps and
     rounded, is not after k.
@@ -108,28 +103,17 @@ def read_frames(path: Path, fps: float, begin: int = 0) -> Iterator[Image.Image]
     Raises:
         ValueError: with the reason why it cannot be read.
     """
-    for seeks in (True, False) if begin else (False,):
-        with _opened(path) as (container, stream):
-            decoded, tick = _decoded(container, stream), stream.time_base * frame_rate(fps)
-            if (first := next(decoded, None)) is None:
-                raise ValueError("no frame of it can be decoded")
-            number = nearest(first.pts * tick) + begin
-            if seeks:
-                wanted = nearest(number / tick - SEEK_BACK / stream.time_base)
-                container.seek(wanted - _offset(container, stream), stream=stream)
-                decoded = _decoded(container, stream)
-                first = next(decoded, None)
-                is_usable = first and first.key_frame and not first.is_corrupt
-                if not is_usable or nearest(first.pts * tick) > number:
-                    continue
-            yield from _shown(first, decoded, stream, fps, number)
-            return
+    with _opened(path) as (container, stream):
+        decoded = _decoded(container, stream)
+        if (first := next(decoded, None)) is None:
+            raise ValueError("no frame of it can be decoded")
+        yield from _shown(first, decoded, stream, fps)
 
 
 def _shown(
-    first: "VideoFrame", others: Iterator["VideoFrame"], stream: "VideoStream", fps: float, number: int
+    first: "VideoFrame", others: Iterator["VideoFrame"], stream: "VideoStream", fps: float
 ) -> Iterator[Image.Image]:
-    """Yield what decoded frames show at a rate, from number `number` on, by one filter graph of FFmpeg."""
+    """Yield what decoded frames show at a rate, by one filter graph of FFmpeg."""
     from av.filter import Graph
 
     aspect, graph = stream.sample_aspect_ratio or 1, Graph()
@@ -138,7 +122,6 @@ def _shown(
     graph.link_nodes(
         graph.add_buffer(first, time_base=stream.time_base),
         graph.add("fps", str(frame_rate(fps))),
-        graph.add("trim", f"start_pts={number}"),
         graph.add("scale", "{}:{}:lanczos+accurate_rnd+full_chroma_int".format(*size) + _in_srgb(first)),
         graph.add("format", "rgba" if has_alpha else "rgb24"),
         graph.add("buffersink"),
@@ -180,25 +163,3 @@ def _turned(pixels_HWC: np.ndarray, matrix: Any) -> np.ndarray:
     if a * d < b * c:  # mirrored left to right before it is turned
         pixels_HWC, a, b = pixels_HWC[:, ::-1], -a, -b
     return np.ascontiguousarray(np.rot90(pixels_HWC, -round(2 * math.atan2(b, a) / math.pi)))
-
-
-def number_of_frames(path: Path, fps: float) -> int:
-    """Return how many frames a video has at a rate: all of it is read, but not decoded.
-
-    Raises:
-        ValueError: with the reason why it cannot be read.
-    """
-    return _counted(path, file_fingerprint(path), frame_rate(fps))
-
-
-@lru_cache(maxsize=1024)
-def _counted(path: Path, _: str, rate: Fraction) -> int:
-    with _opened(path) as (container, stream):
-        offset, tick = _offset(container, stream), stream.time_base * rate
-        packets = [(p.pts if p.pts is not None else p.dts, p) for p in container.demux(stream) if p.size]
-        times = sorted((pts, packet.duration or 0) for pts, packet in packets if pts is not None)
-        if not times:
-            raise ValueError("no frame of it can be decoded")
-        first, before, (last, duration) = times[0][0], times[-2:][0][0], times[-1]
-        end = last + (duration if duration > 1 else max(duration, last - before))  # as above
-        return max(1, nearest((end + offset) * tick) - nearest((first + offset) * tick))

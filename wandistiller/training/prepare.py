@@ -95,7 +95,7 @@ def _select(
 ) -> tuple[SampleSelection, dict[int, Sample], list[Skipped]]:
     """Select the run's samples, encode their media, and replace and list unreadable ones. Collective."""
     r = job.run
-    all_samples = AllSamples(job.items, r.rollouts_per_prompt, *_sizes(job), r.clips_per_video)
+    all_samples = AllSamples(job.items, r.rollouts_per_prompt, *_sizes(job))
     selection = SampleSelection(
         all_samples, seed=job.run.seed, global_batch=job.batch.total, steps=job.updates
     )
@@ -107,11 +107,9 @@ def _select(
         samples |= {n: all_samples[n] for n in new}
         unusable = _encode({n: samples[n] for n in new}, job, latents, conditions)
         if unusable and job.run.strict:
-            # the clips of a video have one
             raise ConfigError(*_messages(sorted(set(unusable.values())), STRICT))
         skipped |= {n: _entry(samples[n].item, why) for n, why in unusable.items()}
-        each = {tuple(entry.values()): entry for entry in skipped.values()}
-        listed = sorted(each.values(), key=lambda entry: entry["file"])
+        listed = sorted(skipped.values(), key=lambda entry: entry["file"])
         try:
             new = selection.replace(unusable)
         except ConfigError as error:
