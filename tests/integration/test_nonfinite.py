@@ -226,7 +226,7 @@ def test_a_learning_rate_that_is_far_too_high_stops_at_the_second_step(
     assert message.startswith(
         "step 2: the loss of 4 of 4 samples is not finite. Nothing was learned from it; see "
     )
-    assert '("lr" 0.0003 in the recipe, and --allow_changed optimizer)' in message and "cached" not in message
+    assert "(--lr 0.0003 --allow_changed optimizer)" in message and "cached" not in message
     assert loading.read_state(sound / name / "checkpoints" / "step_00000001")["step"] == 1
 
 

@@ -72,16 +72,12 @@ def _opened(path: Path) -> Iterator[tuple["InputContainer", "VideoStream"]]:
         raise ValueError(error.strerror or str(error)) from None
 
 
-def _offset(container: "InputContainer", stream: "VideoStream") -> int:
-    """Return what is added to time stamps: FFmpeg's time 0 is that of the first stream, maybe of sound."""
-    return nearest(-Fraction(container.start_time or 0, 10**6) / stream.time_base)
-
-
 def _decoded(container: "InputContainer", stream: "VideoStream") -> Iterator["VideoFrame"]:
     """Yield the frames from here on, each with a time; damaged parts are left out."""
     import av
 
-    offset, end = _offset(container, stream), 0
+    # FFmpeg's time 0 is that of the first stream, maybe of sound
+    offset, end = nearest(-Fraction(container.start_time or 0, 10**6) / stream.time_base), 0
     for packet in container.demux(stream):
         try:
             frames = packet.decode()
@@ -95,7 +91,7 @@ def _decoded(container: "InputContainer", stream: "VideoStream") -> Iterator["Vi
 
 
 def read_frames(path: Path, fps: float) -> Iterator[Image.Image]:
-    """Yield the frames of a video at a rate, RGB or RGBA.
+    """Yield the frames of a video at a rate, RGB or RGBA, from one filter graph of FFmpeg.
 
     They are those of FFmpeg's filter fps: frame k is the last one whose time stamp, in units of 1/fps and
     rounded, is not after k.
@@ -103,40 +99,33 @@ def read_frames(path: Path, fps: float) -> Iterator[Image.Image]:
     Raises:
         ValueError: with the reason why it cannot be read.
     """
+    from av.filter import Graph
+
     with _opened(path) as (container, stream):
         decoded = _decoded(container, stream)
         if (first := next(decoded, None)) is None:
             raise ValueError("no frame of it can be decoded")
-        yield from _shown(first, decoded, stream, fps)
-
-
-def _shown(
-    first: "VideoFrame", others: Iterator["VideoFrame"], stream: "VideoStream", fps: float
-) -> Iterator[Image.Image]:
-    """Yield what decoded frames show at a rate, by one filter graph of FFmpeg."""
-    from av.filter import Graph
-
-    aspect, graph = stream.sample_aspect_ratio or 1, Graph()
-    size = round(first.width * max(1, aspect)), round(first.height / min(1, aspect))
-    has_alpha = any(component.is_alpha for component in first.format.components)
-    graph.link_nodes(
-        graph.add_buffer(first, time_base=stream.time_base),
-        graph.add("fps", str(frame_rate(fps))),
-        graph.add("scale", "{}:{}:lanczos+accurate_rnd+full_chroma_int".format(*size) + _in_srgb(first)),
-        graph.add("format", "rgba" if has_alpha else "rgb24"),
-        graph.add("buffersink"),
-    ).configure()
-    matrix = first.side_data.get("DISPLAYMATRIX")
-    before, least = first.pts, math.ceil(1 / frame_rate(fps) / stream.time_base)  # it shows one, if short
-    for frame in chain([first], others, [None]):
-        if frame:
-            if frame.duration <= 1:  # made up: FFmpeg takes the gap then, for the last one's
-                frame.duration = max(frame.duration, frame.pts - before)
-            before, frame.duration = frame.pts, max(frame.duration, first.pts + least - frame.pts)
-        graph.push(frame)
-        with suppress(BlockingIOError, EOFError):  # of PyAV, where there is none yet, or no more
-            while True:
-                yield Image.fromarray(_turned(graph.pull().to_ndarray(), matrix))
+        aspect, graph = stream.sample_aspect_ratio or 1, Graph()
+        size = round(first.width * max(1, aspect)), round(first.height / min(1, aspect))
+        has_alpha = any(component.is_alpha for component in first.format.components)
+        graph.link_nodes(
+            graph.add_buffer(first, time_base=stream.time_base),
+            graph.add("fps", str(frame_rate(fps))),
+            graph.add("scale", "{}:{}:lanczos+accurate_rnd+full_chroma_int".format(*size) + _in_srgb(first)),
+            graph.add("format", "rgba" if has_alpha else "rgb24"),
+            graph.add("buffersink"),
+        ).configure()
+        matrix = first.side_data.get("DISPLAYMATRIX")
+        before, least = first.pts, math.ceil(1 / frame_rate(fps) / stream.time_base)  # it shows one, if short
+        for frame in chain([first], decoded, [None]):
+            if frame:
+                if frame.duration <= 1:  # made up: FFmpeg takes the gap then, for the last one's
+                    frame.duration = max(frame.duration, frame.pts - before)
+                before, frame.duration = frame.pts, max(frame.duration, first.pts + least - frame.pts)
+            graph.push(frame)
+            with suppress(BlockingIOError, EOFError):  # of PyAV, where there is none yet, or no more
+                while True:
+                    yield Image.fromarray(_turned(graph.pull().to_ndarray(), matrix))
 
 
 def _in_srgb(frame: "VideoFrame") -> str:

@@ -117,8 +117,7 @@ def read_candidate(
         teacher: the teacher's folder or hub id, where the user says where it is.
 
     Raises:
-        ConfigError: nothing is named, one file, or a run that has no student yet; a LoRA file twice; or a
-            strength of nothing.
+        ConfigError: nothing is named, one file, or a run that has no student yet; or a LoRA file twice.
     """
     if name and name.endswith(".safetensors") and os.path.isfile(name):
         raise ConfigError(
@@ -134,8 +133,6 @@ def read_candidate(
         raise ConfigError(f"command line: the LoRA {twice[0].file} is given twice. Give it once.")
     if not (name or added):
         raise ConfigError("command line: no pipeline is named. Give one, or a LoRA file with --lora.")
-    if strength != 1 and not added:
-        raise ConfigError(problem("command line", "strength", strength, "It is of --lora; give that too."))
     if name:
         name = student_of(name)
         if of_run := run_problem(Path(name), name):

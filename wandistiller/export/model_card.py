@@ -228,9 +228,8 @@ return_with_leftover_noise enable |
 | the second, with the low-noise model | add_noise disable, start_at_step {split}, end_at_step 10000, \
 return_with_leftover_noise disable |
 
-Step {split} of {steps} is the first whose noise level is below the boundary {boundary}{others}.
+Step {split} of {steps} is the first whose noise level is below the boundary {boundary}.
 """
-OTHERS = "; of other numbers of steps it is {}"
 
 
 def comfy_nodes(facts: Facts, loader: str) -> str:
@@ -244,14 +243,11 @@ def comfy_nodes(facts: Facts, loader: str) -> str:
         latent = "WanImageToVideo" if facts.config.joined_channels else latent
         latent = "WanFirstLastFrameToVideo" if len(facts.config.given_places) == 2 else latent
     text = COMFY + (TWO_SAMPLERS if facts.has_boundary else ONE_SAMPLER)
-    words = {"latent": latent, "loader": loader, "sampler": "euler or uni_pc", "others": "", "fewer": ""}
+    words = {"latent": latent, "loader": loader, "sampler": "euler or uni_pc", "fewer": ""}
     if facts.few_steps:
         renoise = facts.sampler == RENOISE
         words["sampler"] = "lcm" if renoise else "euler"
         words["fewer"] = " or fewer" * (renoise and facts.steps > 1)  # it shifts any number by itself
-    elif facts.has_boundary:
-        splits = {n: split_step(facts, n) for n in (4, 8, 20, 40) if n != facts.steps}
-        words["others"] = OTHERS.format(", ".join(f"{split} of {steps}" for steps, split in splits.items()))
     return text.format(**written(facts) | words, split=split_step(facts, facts.steps))
 
 

@@ -3,7 +3,6 @@
 All ranks take the same calibration samples and so agree; results of the teacher's owner are broadcast.
 """
 
-import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -26,13 +25,13 @@ from wandistiller.engine.monitors import name_run
 from wandistiller.experts import Expert
 from wandistiller.export.source import Source, read_source
 from wandistiller.flow import band_name
+from wandistiller.monitoring.metrics import finite_or_none
 from wandistiller.network.adapters import begin_with, is_adapter, set_no_change
 from wandistiller.network.names import set_parameter
 from wandistiller.network.network import Computing, Network, without_memory, zeros
 from wandistiller.student.calibration import (
     BANDS,
     MOST,
-    VelocityError,
     calibration_batches,
     importance,
     measure,
@@ -44,7 +43,6 @@ from wandistiller.student.initialize import copied_weights, plan_cuts, start_wei
 from wandistiller.student.learner import Learner
 from wandistiller.student.pruning import WidthSlicer
 from wandistiller.teacher.base import Teacher, local_networks, owner_rank, without_guidance
-from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import write_json
 from wandistiller.utils.logging import set_activity
 
@@ -256,7 +254,7 @@ def measure_start(job: Job, data: CachedData, teacher: Teacher | None, student: 
             "start     relative velocity error before training %.4f (0: its teacher, 1: zeros)", whole
         )
     if collectives.rank() == 0:
-        write_json(job.output / "student_start.json", numbers)
+        write_json(job.output / "student_start.json", finite_or_none(numbers))
 
 
 def _start_error(
@@ -271,9 +269,6 @@ def _start_error(
     targets = map(progress.counting(teacher.velocity), batches)
     error = velocity_error(batches, targets, progress.counting(student.velocity))
     error = collectives.broadcast_object(error)
-    inputs = (t for b in batches for t in b.tensors())
-    if all(t.isfinite().all() for t in inputs):  # else the step that uses the sample names it
-        require_finite_start(job, error)
     return error.relative(), error.by_sigma()
 
 
@@ -286,16 +281,6 @@ def begins_as_teacher(job: Job) -> bool:
     if teacher.weights and not job.networks.share_base or engine.autocast or teacher.engine.autocast:
         return False
     return engine.dtype == teacher.engine.dtype
-
-
-def require_finite_start(job: Job, error: VelocityError) -> None:
-    """Raise a ConfigError if the error before training, equal on all ranks, is not finite."""
-    if not math.isfinite(error.relative()):
-        raise ConfigError(
-            f"{job.folder.path}: the velocity error before training is not finite: the teacher's outputs are "
-            "zero, or its or the student's are not finite. Fetch the teacher again, or look at its pictures: "
-            "wandistiller sample."
-        )
 
 
 def calibration_of(job: Job, data: CachedData, most: int = MOST) -> list[Batch]:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from wandistiller.batch import STUDENT
 from wandistiller.config.job import Job
-from wandistiller.config.run_config import AUTO, DEFAULT_ENGINE
 from wandistiller.data.cached_dataset import MicroBatches
 from wandistiller.distributed import collectives
 from wandistiller.monitoring.metrics import finite_or_none
@@ -84,11 +83,9 @@ class NonFiniteStep(NamedTuple):
         """Suggest remedies."""
         params = job.student_engine.section("optimizer.params")
         changed = " ".join(key for key in ("optimizer", "scheduler") if key in job.student_engine.raw)
-        lower, named = "a lower learning rate", job.run.deepspeed_config
+        lower = "a lower learning rate"
         if "lr" in params:
-            less, file = f"{params['lr'] / 3:.1g}", named if isinstance(named, str) else "the recipe"
-            flag = f'"lr" {less} in {file}, and' if named not in (AUTO, DEFAULT_ENGINE) else f"--lr {less}"
-            lower += f" ({flag} --allow_changed {changed})"
+            lower += f" (--lr {params['lr'] / 3:.1g} --allow_changed {changed})"
         limit = most_skipped(job.run.on_nonfinite)
         skip = f"more than {limit} such steps left out (--on_nonfinite {2 * limit})"
         if not limit:

@@ -14,7 +14,7 @@ from wandistiller.utils.files import read_json
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.utils.validation import of_type, value_problems, write
 from wandistiller.wan import components
-from wandistiller.wan.schedulers import flow_problem, own_settings, scheduler_class
+from wandistiller.wan.components import flow_problem, own_settings, scheduler_class
 from wandistiller.wan.transformer_config import NEEDED, TransformerConfig
 
 TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "WanPipeline", "WanImageToVideoPipeline"

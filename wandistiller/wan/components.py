@@ -10,14 +10,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 import transformers  # whose classes take a second each to import: where they are used
-from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from diffusers import AutoencoderKLWan, SchedulerMixin, WanTransformer3DModel
 from torch import Tensor
 
 from wandistiller.utils.errors import problem
 from wandistiller.utils.files import REFUSED, read_json, refused_keys
-from wandistiller.wan.schedulers import scheduler_class
 from wandistiller.wan.text_padding import TEXT_TOKENS
 from wandistiller.wan.transformer_config import NEEDED
 
@@ -100,15 +100,10 @@ def index_problems(index: PartConfig, parts: list[str], scheduler: Any) -> list[
             if component not in [[library, name] for name in names]:
                 remedy = f'Write ["{library}", "{names[0]}"]: no other class is loaded.'
                 problems.append(index.problem(part, remedy))
-        elif isinstance(component, list | dict) and part not in REFUSED and not unused(component):
+        elif isinstance(component, list | dict) and part not in REFUSED and component != [None, None]:
             remedy = "It has no such part. Give the whole pipeline, or write [null, null]."
             problems.append(index.problem(part, remedy))
     return problems
-
-
-def unused(component: Any) -> bool:
-    """Tell whether an entry of model_index.json says that there is no such component."""
-    return component in (None, [None, None])
 
 
 def tokenizer_problems(where: str, folder: Path) -> list[str]:
@@ -227,3 +222,46 @@ def encoded(vae: AutoencoderKLWan, pixels_BCFHW: Tensor) -> Tensor:
 def decoded(vae: AutoencoderKLWan, z_BCFHW: Tensor) -> Tensor:
     """Decode z_BCFHW to pixels_BCFHW in [0, 1]."""
     return (vae.decode(z_BCFHW).sample / 2 + 0.5).clamp(0, 1)
+
+
+FLOW = "flow_prediction"
+ROUNDING = 1e-5
+"""Of the first noise level, 1, in float32."""
+
+
+def scheduler_class(name: Any) -> type[SchedulerMixin] | None:
+    """Return diffusers' scheduler of this name, if it has one."""
+    kind = getattr(diffusers.schedulers, name, None) if isinstance(name, str) else None
+    is_one = isinstance(kind, type) and issubclass(kind, SchedulerMixin) and kind is not SchedulerMixin
+    return kind if is_one else None
+
+
+def own_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Return all settings that the class of a scheduler_config.json reads, with its defaults.
+
+    diffusers (0.42.1) keeps other keys in a file: those of the class from whose config a scheduler was made.
+    """
+    parameters = inspect.signature(scheduler_class(config["_class_name"]).__init__).parameters
+    return {name: config.get(name, p.default) for name, p in parameters.items() if name != "self"}
+
+
+def shift_key(config: dict[str, Any]) -> str | None:
+    """Return the key under which the class of a scheduler_config.json reads its shift, if it has one."""
+    return next((key for key in ("flow_shift", "shift") if key in own_settings(config)), None)
+
+
+def flow_problem(config: dict[str, Any]) -> tuple[str, str] | None:
+    """Return the key for which a scheduler is none of a flow, and what to write there; None for a flow's."""
+    settings = own_settings(config)
+    if settings.get("use_flow_sigmas") is False:
+        return "use_flow_sigmas", "The noise levels of Wan, a flow, fall from 1 to 0. Write true."
+    if "use_flow_sigmas" in settings and settings.get("prediction_type", FLOW) != FLOW:
+        return "prediction_type", f'Wan predicts the velocity of a flow. Write "{FLOW}".'
+    scheduler = scheduler_class(config["_class_name"]).from_config(settings)
+    scheduler.set_timesteps(3)
+    first, last = (getattr(scheduler, "sigmas", [0.0, 0.0])[i] for i in (0, -1))
+    if not (0.9 < first < 1 + ROUNDING and 0 <= last < 0.05 and shift_key(config)):
+        remedy = f'UniPCMultistepScheduler, "use_flow_sigmas": true and "prediction_type": "{FLOW}".'
+        text = "It has not the noise levels of a flow, from 1 to 0, with a shift. Write"
+        return "_class_name", f"{text} {remedy}"
+    return None

@@ -14,7 +14,7 @@ from wandistiller.network.folder import Folder, Need, Usual
 from wandistiller.network.weight_reader import WeightReader
 from wandistiller.utils.errors import ConfigError, Place, problem, readable
 from wandistiller.utils.files import TINY, read_json
-from wandistiller.wan import added_lora, checks, components, hub, loaded_components, schedulers, vae
+from wandistiller.wan import added_lora, checks, components, hub, loaded_components, vae
 from wandistiller.wan.added_lora import AddedLora
 from wandistiller.wan.components import IMAGE_PARTS, text_config
 from wandistiller.wan.fake_tensor_memory import coding, text_encoding
@@ -185,11 +185,11 @@ class WanFolder(Folder):
 
     def scheduler_config(self, shift: float) -> dict[str, Any]:
         config = components.known_config(self.path / "scheduler" / "scheduler_config.json")
-        return config | {schedulers.shift_key(config): shift}
+        return config | {components.shift_key(config): shift}
 
     def scheduler(self, shift: float) -> SchedulerMixin:
         config = self.scheduler_config(shift)
-        return schedulers.scheduler_class(config["_class_name"]).from_config(config)
+        return components.scheduler_class(config["_class_name"]).from_config(config)
 
     def noise_problems(self) -> list[str]:
         scheduler, nothing = self.scheduler(self.shift), torch.zeros([1] * 5)

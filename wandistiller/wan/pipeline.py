@@ -10,9 +10,9 @@ from wandistiller.network.weight_reader import unfinished
 from wandistiller.utils.errors import ADDRESS, ConfigError, problem, readable
 from wandistiller.utils.files import TINY, read_json
 from wandistiller.wan import checks, components
+from wandistiller.wan.components import own_settings, shift_key
 from wandistiller.wan.folder import WanFolder
 from wandistiller.wan.hub import CONFIG_FILES, WEIGHT_FILES, fetch
-from wandistiller.wan.schedulers import own_settings, shift_key
 from wandistiller.wan.single_files import EXAMPLE, folder_of
 from wandistiller.wan.transformer_config import TransformerConfig
 

@@ -1,11 +1,9 @@
 """Calibration before training: independent of ranks and placement, kept across a resume."""
 
 import json
-import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -31,10 +29,9 @@ from wandistiller.teacher.base import (
     LocalTeacher,
     local_modules,
 )
-from wandistiller.training.build_student import begins_as_teacher, initial_learners, require_finite_start
+from wandistiller.training.build_student import begins_as_teacher, initial_learners
 from wandistiller.training.prepare import ranks_of
 from wandistiller.training.step_result import by_sigma
-from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.keyed_random import keyed_normal
 
 STUDENT = {
@@ -267,23 +264,6 @@ def test_a_student_begins_as_its_teacher_in_all_that_its_velocities_depend_on(
     assert begins_as_teacher(read_job(RunConfig(**given), 2, here=False)) == begins
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_a_start_whose_error_is_not_finite_stops_the_run() -> None:
-    job, silent = SimpleNamespace(folder=SimpleNamespace(path="t")), torch.zeros_like
-    zeros = [silent(b.x_t_BCFHW) for b in batches()]
-    error = velocity_error(batches(), zeros, lambda b: silent(b.x_t_BCFHW))
-    assert not math.isfinite(error.relative())
-    with pytest.raises(ConfigError, match="t: the velocity error before training is not finite"):
-        require_finite_start(job, error)
-
-
 def test_a_run_goes_on_from_its_own_resolved_recipe(alone: Path) -> None:
     job = read_job(read_run(str(alone / "resolved" / "run.json"), {}), 1)
     assert job.resume_from
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_a_run_that_shares_samples_is_not_built_by_ranks_that_compute_alone() -> None:
-    job = SimpleNamespace(run=SimpleNamespace(context_parallel=2), resume_from=None)
-    with pytest.raises(ValueError, match="made by `ranks_of`"):
-        initial_learners(job, None, None)

@@ -33,9 +33,9 @@ from wandistiller.utils.errors import ConfigError, problem
 from wandistiller.utils.files import FACTS, write_json
 from wandistiller.utils.parameter_patterns import any_names, unknown_parts
 from wandistiller.wan.added_lora import sum_of
+from wandistiller.wan.components import shift_key
 from wandistiller.wan.lora_experts import FILES
 from wandistiller.wan.original_names import original_name
-from wandistiller.wan.schedulers import shift_key
 
 OF_LOW_NOISE = [
     "pipe.transformer, pipe.transformer_2 = pipe.transformer_2, None  # the student is of this one alone",

@@ -13,8 +13,8 @@ from trainers import job_of
 from wandistiller.network.sampling import few_step_config, path_sigmas
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json, write_json
+from wandistiller.wan.components import flow_problem
 from wandistiller.wan.pipeline import open_wan
-from wandistiller.wan.schedulers import flow_problem
 
 EULER, UNIPC = "FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler"
 DPM = "DPMSolverMultistepScheduler"
