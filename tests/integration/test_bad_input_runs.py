@@ -96,7 +96,7 @@ def test_files_that_are_not_used_are_named_and_their_captions_are_no_sample_prom
     entries = json.loads((tmp_path / "out" / "skipped.json").read_text())
     assert [(Path(e["file"]).name, e["prompt"]) for e in entries] == [
         ("bad.png", "a bad.png"),
-        ("raw.psd", "a raw.psd"),
+        ("raw.psd", ""),
     ]
     assert [item.prompt for item in data.sample_items] == ["a good.png"]
     with pytest.raises(ConfigError, match=r"`strict` is true, and 1 file.*raw\.psd"):

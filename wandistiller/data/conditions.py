@@ -63,9 +63,7 @@ class TextCache:
         files = own_batches(batched(missing, PROMPTS_PER_FILE))
         if missing:
             set_activity(f"encoding {len(missing)} prompts")
-            here = sum(map(len, files))
-            share = f", {here} of them by this rank" if here < len(missing) else ""
-            collectives.log0("text: %d of %d prompts to encode%s", len(missing), len(by_key), share)
+            collectives.log0("text: %d of %d prompts to encode", len(missing), len(by_key))
         room = room_of_a_rank(host_free(), len(collectives.node_peers()))
         if self._device.type != "cpu":
             free, _ = memory_size()

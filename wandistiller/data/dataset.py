@@ -249,8 +249,7 @@ class _Index:
         except UnicodeDecodeError as error:
             return self._add_problem(f"{text}: not UTF-8: {error}. Save it as UTF-8.")
         if not lines.has_prompt(prompt):
-            tables = (media.parent / f"metadata{ending}" for ending in lines.LISTS[1:])
-            there = "".join(f", or give --data_path {table}" for table in tables if table.is_file())
+            there = lines.tables_in(media.parent)
             return self._add_problem(f"{media}: no prompt. Write it into {text.name} beside it{there}.")
         self._add_file(name)
         self._add(-1, prompt, name)

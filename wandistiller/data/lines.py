@@ -231,11 +231,3 @@ def in_any_form(path: Path) -> Path:
         if folder is None:
             return path
     return folder
-
-
-def caption(media: Path) -> str:
-    """Read the prompt beside a file that is not used; empty if that cannot be read."""
-    try:
-        return clean(beside(media).read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError):
-        return ""

@@ -117,7 +117,7 @@ def read_candidate(
         teacher: the teacher's folder or hub id, where the user says where it is.
 
     Raises:
-        ConfigError: nothing is named, one file, or a run that has no student yet; or a LoRA file twice.
+        ConfigError: nothing is named, one file, or a run that has no student yet.
     """
     if name and name.endswith(".safetensors") and os.path.isfile(name):
         raise ConfigError(
@@ -129,8 +129,6 @@ def read_candidate(
     added = added_lora.each_file(
         added_lora.read_added("command line", "lora", [{"file": f, "strength": strength} for f in loras])
     )
-    if twice := [lora for number, lora in enumerate(added) if lora in added[:number]]:
-        raise ConfigError(f"command line: the LoRA {twice[0].file} is given twice. Give it once.")
     if not (name or added):
         raise ConfigError("command line: no pipeline is named. Give one, or a LoRA file with --lora.")
     if name:

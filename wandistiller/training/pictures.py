@@ -77,7 +77,8 @@ class PictureDrawer:
         self.teacher, self.student = teacher, student
         self._items, self._prompts = data.sample_items, [item.prompt for item in data.sample_items]
         self._first: tuple[dict[str, Row], Stats] | None = None
-        self._named_av = False
+        if job.run.num_frames > 1 and not can_write_mp4():
+            collectives.log0("samples   as PNG alone; to see them move: pip install av")
         self._beginnings = self._row_of_beginnings() if collectives.rank() == 0 else {}
 
     def draw_teacher(self) -> None:
@@ -119,9 +120,6 @@ class PictureDrawer:
         if can_write_mp4():
             clips = {name: list(row.clips) for name, row in rows.items()}
             save_clips(file.with_suffix(".mp4"), clips, prompts, self.job.folder.fps)
-        elif not self._named_av:
-            collectives.log0("samples   as PNG alone; to see them move: pip install av")
-            self._named_av = True
         stills = {  # frame by frame, so that the top of the picture is where the MP4 begins
             f"{name}\nframe {k + 1}": [still_CFHW[:, place] for still_CFHW in row.stills]
             for place, k in enumerate(evenly(frames, STILLS))

@@ -13,7 +13,6 @@ from wandistiller.data.cached_dataset import AllSamples, CachedData, SampleSelec
 from wandistiller.data.conditions import Conditions
 from wandistiller.data.dataset import SHOWN, MediaType, PromptItem
 from wandistiller.data.latent_cache import LatentCache
-from wandistiller.data.lines import caption
 from wandistiller.data.media import Size
 from wandistiller.data.tensor_cache import Measured, Sample
 from wandistiller.distributed import collectives
@@ -152,7 +151,7 @@ def _report(job: Job, skipped: list[Skipped]) -> None:
     file = job.output / SKIPPED
     file.unlink(missing_ok=True)
     unknown = Problem("its ending is not known; save it as .png, .jpg or .mp4.")
-    listed = skipped + [_entry(PromptItem(caption(f), f), unknown) for f in job.items.unknown]
+    listed = skipped + [_entry(PromptItem("", f), unknown) for f in job.items.unknown]
     if listed:
         write_json(file, listed)
         names = [Path(entry["file"]).name for entry in listed[:NAMED]] + ["..."] * (len(listed) > NAMED)

@@ -10,7 +10,6 @@ from PIL import Image
 from slow_cases import slow_but
 
 from wandistiller.data.dataset import MediaType, PromptDataset, PromptItem, read_dataset
-from wandistiller.data.lines import caption
 
 
 def items_of(file: Path, content: str) -> PromptDataset:
@@ -139,4 +138,3 @@ def test_the_caption_of_a_file_whose_ending_is_not_known_is_no_list_of_prompts(t
     items = read_dataset(str(tmp_path))
     assert [item.prompt for item in items] == ["one c.md", "two c.md"]
     assert [path.name for path in items.unknown] == ["a.psd", "b.svg", "d.CR2"]
-    assert caption(items.unknown[0]) == "one a.psd two a.psd"
