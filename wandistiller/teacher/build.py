@@ -47,8 +47,6 @@ def build_teacher(
         Stopped: on every rank, if any of them received a request to stop.
     """
     peers = collectives.node_peers()
-    if problems := collectives.gather_problems(placement.owner_problems(peers)):
-        raise ConfigError(*problems)
     owner = placement.owner(peers)
     here = owner is None or collectives.rank() == owner
     readers = {expert: folder.reader(expert) for expert in folder.configs} if here else {}

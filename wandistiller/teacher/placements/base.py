@@ -102,9 +102,6 @@ class Placement(Kernels, ABC):
         """The rank of `peers`, those of a node, that computes for all of them; None if each computes."""
         return None
 
-    def owner_problems(self, peers: list[int]) -> list[str]:
-        return []
-
     @abstractmethod
     def load(self, folder: Folder, expert: Expert, reader: WeightReader) -> nn.Module:
         """Load one expert to its place. Collective, but for a placement on one rank."""
@@ -210,25 +207,12 @@ class OnOneRank(Placement):
     on_one_rank: ClassVar[bool] = True
 
     owner_rank: Index = 0
-    """Rank within each node, from 0, that holds the teacher and computes for the others there."""
+    """Rank within each node, from 0, that holds the teacher and computes for the others there.
+
+    Of a node with fewer ranks it is the last one."""
 
     def describe(self) -> str:
         return f"{self.name} rank {self.owner_rank} of a node"
 
-    def problems(self, world: int) -> list[str]:
-        problems = super().problems(world)
-        if self.owner_rank >= world:
-            text = f"There are {world} rank(s); write 0 to {world - 1}."
-            problems.insert(0, self.engine.problem(f"{BLOCK}.owner_rank", self.owner_rank, text))
-        return problems
-
     def owner(self, peers: list[int]) -> int:
-        return peers[self.owner_rank]
-
-    def owner_problems(self, peers: list[int]) -> list[str]:
-        if self.owner_rank < len(peers):
-            return []
-        return [
-            f"`{BLOCK}.owner_rank` of the teacher's JSON is {self.owner_rank}, but the node of rank "
-            f"{peers[0]} has {len(peers)} rank(s); write 0 to {len(peers) - 1}."
-        ]
+        return peers[min(self.owner_rank, len(peers) - 1)]
