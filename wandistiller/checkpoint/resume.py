@@ -13,12 +13,12 @@ from wandistiller.utils.logging import set_activity
 CHANGEABLE = """
     optimizer scheduler gradient_clipping precision learning_rates ema ema_start
     guidance objective data teacher teacher_weights seed shift train_batch_size
-    teacher_dtype torch_autocast vae text_encoder image_encoder
+    teacher_dtype vae text_encoder image_encoder
 """.split()
 """Keys of a run's identity that may differ at resume; all others fix the shapes of its weights."""
 NOT_RECORDED = (
-    "warning   %s: was written before checkpoints had the VAE, the text encoder, `teacher_dtype` and "
-    "`torch_autocast`: whether these are as they were is not known"
+    "warning   %s: was written before checkpoints had the VAE, the text encoder and `teacher_dtype`: "
+    "whether these are as they were is not known"
 )
 NONE_GOOD = "{}: none of its checkpoints can be used. `--resume never` starts anew and keeps them."
 

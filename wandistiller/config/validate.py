@@ -68,7 +68,7 @@ def read_job(
         objective = read_objective(run.objective)
     with collecting(problems):  # with what depends on the student and the data left open
         json = _overridden(_opened(run, ENGINE, origins), run)
-        batch = _engine(json, replicas, TransformerConfig.usual(), steps=1, here=here).batch
+        batch = _engine(json, replicas, steps=1, here=here).batch
     with collecting(problems):
         teacher = _teacher(_opened(run, TEACHER, origins), run, world, here=here)
     if problems := problems + own_problems(run, here=here):
@@ -80,7 +80,7 @@ def read_job(
         items=items,
         student=student,
         student_transformer=transformer,
-        student_engine=_engine(json, replicas, transformer, steps=whole.max_steps, here=here),
+        student_engine=_engine(json, replicas, steps=whole.max_steps, here=here),
         teacher=teacher,
         objective=objective,
         resume_from=None,
@@ -161,12 +161,9 @@ def _overridden(json: DeepSpeedJson, run: RunConfig) -> DeepSpeedJson:
     return dataclasses.replace(changed, overridden=()) if json.where == DEFAULT_ENGINE else changed
 
 
-def _engine(
-    json: DeepSpeedJson, ranks: int, transformer: TransformerConfig, steps: int, *, here: bool
-) -> EngineConfig:
+def _engine(json: DeepSpeedJson, ranks: int, *, steps: int, here: bool) -> EngineConfig:
     """Check the student's DeepSpeed JSON, with "auto" filled, for so many `ranks` of different samples."""
     engine = student_engine(fill_auto(json, steps), ranks)
-    engine = engine.with_number_of_checkpoints(transformer.num_layers, transformer.parts)
     if problems := config_problems(engine, here=here):
         raise ConfigError(*problems)
     return engine

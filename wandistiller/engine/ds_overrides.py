@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from wandistiller.engine.ds_json import OPEN, DeepSpeedJson
-from wandistiller.engine.ds_schema import BATCH_KEYS, BLOCK, MUON_RATES, PEAKS
+from wandistiller.engine.ds_schema import BATCH_KEYS, BLOCK, PEAKS
 
 J = TypeVar("J", bound=DeepSpeedJson)
 TOTAL, MICRO, ACCUMULATION = BATCH_KEYS
@@ -42,10 +42,7 @@ def _written(json: J, setting: str, value: Any) -> J:
         ds.setdefault("optimizer", {"type": "AdamW"})
         # into nothing, if they are no objects: reported when the engine is checked
         json.section("optimizer").setdefault("params", {})
-        params = json.section("optimizer.params")
-        params["lr"] = value
-        for key in MUON_RATES:  # which would win over it
-            params.pop(key, None)
+        json.section("optimizer.params")["lr"] = value
         # deepspeed 0.19.8 trains with the schedule's rate, 0.001 where it is left out
         if key := PEAKS.get(json.schedule):
             schedule.setdefault("params", {})

@@ -12,11 +12,7 @@ import cpuinfo
 import torch
 from deepspeed.ops.op_builder import PinMemoryBuilder
 from deepspeed.ops.op_builder.builder import OpBuilder
-from deepspeed.profiling.flops_profiler import profiler
-from deepspeed.runtime import compiler, torch_autocast
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
-from deepspeed.runtime.engine import DeepSpeedEngine
-from torch import nn
+from deepspeed.runtime import compiler
 
 from wandistiller.utils.extension_locks import sole_builder
 
@@ -32,8 +28,6 @@ def patch_deepspeed() -> None:
         compile_muon_when_it_is_called,
         build_one_at_a_time,
         keep_libraries_of_pin_memory_to_itself,
-        keep_autocast_to_its_engine,
-        count_attention_in_flops,
     ):
         apply()
 
@@ -103,30 +97,3 @@ def keep_libraries_of_pin_memory_to_itself() -> None:
     convolution of cuDNN ended in a segmentation fault.
     """
     PinMemoryBuilder.extra_ldflags = lambda _: ["-Wl,--exclude-libs,ALL"]
-
-
-def keep_autocast_to_its_engine() -> None:
-    """Let `torch_autocast` in one engine's JSON leave the other engines of the process alone.
-
-    DeepSpeed (0.19.8) keeps it in two global variables, so that every engine built after one in float16
-    scaled its loss by 65,536 and unscaled only what its optimizer stepped with.
-    tests/unit/engine/test_ds_config_engines.py::test_autocast_of_one_engine_does_not_scale_the_gradients_of_another.
-    """
-    init = DeepSpeedEngine.__init__
-
-    def start(engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
-        torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE = False, None
-        init(engine, *args, **kwargs)
-
-    def comm_dtype(optimizer: Any, p: nn.Parameter) -> torch.dtype:
-        dtype = torch_autocast.get_comm_dtype(p)
-        return dtype if dtype in optimizer.ipg_buckets else optimizer.communication_data_type
-
-    DeepSpeedEngine.__init__ = start
-    ZeROOptimizer.get_param_comm_dtype = comm_dtype
-
-
-def count_attention_in_flops() -> None:
-    """Let the profiler count attention: it takes q, k and v by position, diffusers passes names (0.19.8)."""
-    count = profiler._attn_flops_compute
-    profiler._attn_flops_compute = lambda query, key, value, *_, **__: count(query, key, value)

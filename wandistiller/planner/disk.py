@@ -17,7 +17,7 @@ from wandistiller.engine.ds_config import shipped_json
 from wandistiller.engine.ds_json import DeepSpeedJson
 from wandistiller.planner.machine import Demand, Machine, demands, machine_now, moments, most
 from wandistiller.planner.peak_memory import plan
-from wandistiller.planner.student_memory import optimizer_states
+from wandistiller.planner.student_memory import MOMENTS
 from wandistiller.planner.teacher_memory import added_sizes
 from wandistiller.utils.system_memory import SYSTEM, amount, disk, disk_free
 
@@ -55,7 +55,7 @@ def written(job: Job, *, accelerator: bool) -> DiskUse:
     run, networks = job.run, job.networks
     network = networks.first.parameters
     experts, trained = len(networks.student), len(networks.learning)
-    each = 4 + optimizer_states(job.student_engine) + (4 if run.ema is not None else 0)
+    each = 4 + MOMENTS + (4 if run.ema is not None else 0)
     at_a_time = min(run.max_steps, run.keep_checkpoints + 1)  # `save_minutes` may save any step
     weights = job.student_transformer.numel
     student = 0 if networks.is_teacher_with_adapters(job.folder) else experts * 2 * weights
@@ -67,7 +67,7 @@ def written(job: Job, *, accelerator: bool) -> DiskUse:
         student += trained * 4 * network.frozen_numel + (experts - trained) * 4 * weights
     checkpoint = trained * each * network.trained_numel
     for other in networks.others.values():
-        checkpoint += (4 + optimizer_states(other.engine)) * other.parameters.trained_numel
+        checkpoint += (4 + MOMENTS) * other.parameters.trained_numel
     files = DiskUse(_cache(job, accelerator), checkpoint, at_a_time, student)
     if not job.previous:
         return files

@@ -33,7 +33,7 @@ IDENTITY = {
     "scheduler": None,
 }
 FILES = {"teacher": {"transformer/config.json": "2 x", "transformer/a.safetensors": "9 y"}}
-INPUTS = {"teacher_dtype": "bfloat16", "torch_autocast": None, "vae": "0d", "text_encoder": "0e"}
+INPUTS = {"teacher_dtype": "bfloat16", "vae": "0d", "text_encoder": "0e"}
 SAVED = {
     "identity": IDENTITY,
     "inputs": INPUTS,
@@ -101,7 +101,6 @@ def test_every_difference_is_told_the_one_flag_that_allows_all(
     ("key", "value", "words"),
     [
         ("teacher_dtype", "float32", '"bfloat16", now "float32"'),
-        ("torch_autocast", {"enabled": True}, "`torch_autocast.enabled` was not given, now true"),
         ("vae", "1d", "its files are not as they were"),
         ("text_encoder", "1e", "its files are not as they were"),
     ],
