@@ -120,7 +120,6 @@ class ShutdownListener:
             _say(f"{number.name}: once more ends it now, without saving")
         else:
             _say(f"ended by {number.name}, without saving")
-            interrupts.end_compilers()
             os._exit(128 + number)
 
     def request_stop(self, reason: str, remark: str = "") -> None:
@@ -134,8 +133,6 @@ class ShutdownListener:
             left = current.due - time.monotonic()
             what += f", about {left:.0f} s" if left > 0 else ""
             _say(f"{reason}: stopping after {what}{remark}")
-            if reason not in [number.name for number in interrupts.SIGNALS]:  # which interrupt it themselves
-                interrupts.interrupt_build()
 
     def poll(self) -> None:
         """Check the requests that send no signal: the stop file, and launchers that have ended."""

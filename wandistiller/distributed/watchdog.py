@@ -234,7 +234,6 @@ class Watchdog:
         print(text, file=sys.stderr, flush=True)
         log_to_file(text)
         tell_torchrun(text)
-        interrupts.end_compilers()
         os._exit(notice.code)
 
     def message(self, notice: FailureNotice) -> str:

@@ -4,13 +4,11 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
-
-import psutil
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -40,52 +38,15 @@ def default_signals() -> None:
             signal.signal(number, signal.SIG_DFL)
 
 
-_before_build: list[set[int]] = []
-"""The processes that this one had started before the build that runs, if one does."""
-
-
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise `Interrupted` at these signals in here, where compilers may run, and end those with it."""
+    """Raise `Interrupted` at these signals in here, where a compiler may run for minutes."""
     before = raise_on_signals()
-    _before_build.append(_descendants())
     try:
         yield
     finally:
-        _before_build.pop()
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def interrupt_build() -> None:
-    """Raise `Interrupted` in the main thread if a build runs there, for a request that sends no signal."""
-    if _before_build:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def end_compilers() -> None:
-    """Kill what the build in `interruptible` has started, if one runs.
-
-    All are stopped first, so that none starts another; ninja's own children have process groups of their own,
-    and outlive it.
-    """
-    if not _before_build:
-        return
-    earlier, stopped = _before_build[-1], set()
-    while new := _descendants() - earlier - stopped:
-        stopped |= new
-        _send(new, signal.SIGSTOP)
-    _send(stopped, signal.SIGKILL)
-
-
-def _send(pids: set[int], number: signal.Signals) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
-def _descendants() -> set[int]:
-    return {process.pid for process in psutil.Process().children(recursive=True)}
 
 
 def process_stat(pid: int) -> tuple[str, int]:
@@ -106,7 +67,6 @@ def _stderr() -> int:
 
 def _raise(number: int, frame: FrameType | None) -> NoReturn:
     interrupted = Interrupted(number)
-    end_compilers()  # before Python kills the first of them alone
     while frame:  # a library whose import ends half-way raises anything: torch 2.13 a RecursionError
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             os.write(_stderr(), f"{interrupted}\n".encode())

@@ -1,4 +1,4 @@
-"""Requests to stop: one line at once, the third ends the process, and no compiler is left behind."""
+"""Requests to stop: one line at once, and the third ends the process."""
 
 import logging
 import os
@@ -31,19 +31,6 @@ for _ in range(3):
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(0.2)
 time.sleep(900)
-"""
-COMPILE = """
-import subprocess, sys, threading
-from wandistiller.distributed.shutdown import stopping
-from wandistiller.utils import interrupts
-interrupts.raise_on_signals()
-try:
-    with interrupts.interruptible():
-        for reason in sys.argv[2:]:
-            threading.Timer(0.5, stopping.request_stop, [reason]).start()
-        subprocess.run([sys.executable, "-m", "ninja"], cwd=sys.argv[1], stdout=subprocess.PIPE, check=True)
-except interrupts.Interrupted as interrupted:
-    sys.exit(interrupted.exit_code)
 """
 RANK_OF_A_LAUNCHER = """
 import os, sys, time
@@ -150,21 +137,6 @@ def test_the_third_request_ends_the_process_with_the_exit_code_of_a_shell(tmp_pa
             "SIGINT: once more ends it now, without saving",
             "ended by SIGINT, without saving",
         ]
-
-
-def test_a_signal_ends_ninja_and_the_compilers_that_it_has_started(tmp_path: Path) -> None:
-    rule = "rule compile\n  command = sleep 9999\nbuild a.o: compile\nbuild b.o: compile\n"
-    (tmp_path / "build.ninja").write_text(rule)
-    with background_run([sys.executable, "-c", COMPILE, str(tmp_path)], tmp_path / "log") as run:
-        until(lambda: sum(words.startswith("sleep") for words in run.processes().values()) == 2)
-        os.kill(run.process.pid, signal.SIGTERM)
-        assert run.end() == 128 + signal.SIGTERM  # once all have ended
-
-
-def test_a_request_without_a_signal_ends_a_build_too(tmp_path: Path) -> None:
-    (tmp_path / "build.ninja").write_text("rule compile\n  command = sleep 9999\nbuild a.o: compile\n")
-    with background_run([sys.executable, "-c", COMPILE, str(tmp_path), "STOP"], tmp_path / "log") as run:
-        assert run.end() == 128 + signal.SIGTERM
 
 
 def test_a_rank_of_a_launcher_of_any_name_goes_on_until_that_ends(tmp_path: Path) -> None:
