@@ -5,8 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from wandistiller.cli.flags import PlanFlags
-from wandistiller.cli.plan_report import cost, duration, report
-from wandistiller.cli.plan_verdict import Planned, Recommended, adapters_of, verdict
+from wandistiller.cli.plan_report import (
+    Planned,
+    Recommended,
+    adapters_of,
+    cost,
+    duration,
+    report,
+    verdict,
+)
 from wandistiller.config.job import Job
 from wandistiller.config.recipe import recipe_of
 from wandistiller.config.stages import read_jobs

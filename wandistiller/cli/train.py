@@ -9,8 +9,7 @@ from wandistiller.config.identity import require_same
 from wandistiller.config.job import Job
 from wandistiller.config.recipe import read_recipe
 from wandistiller.config.run_config import RunConfig
-from wandistiller.config.stage_order import latents_problems
-from wandistiller.config.stages import read_jobs, whole_output
+from wandistiller.config.stages import latents_problems, read_jobs, whole_output
 from wandistiller.config.summary import precision_lines, summary
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import emulates_bf16, make_deterministic

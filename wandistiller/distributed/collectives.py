@@ -21,7 +21,6 @@ from wandistiller.distributed.device import (
     device,
     nccl_version,
     on_accelerator,
-    require_own_gpu,
     take_gpu,
 )
 from wandistiller.distributed.meeting import Meeting
@@ -107,7 +106,6 @@ def _init_backend(store: Store) -> None:
     # DeepSpeed's groups take no other timeout (0.19.8)
     for default in ("default_pg_timeout", "default_pg_nccl_timeout"):
         setattr(dist.distributed_c10d, default, COLLECTIVE_TIMEOUT)
-    require_own_gpu(dist.PrefixStore("gpus", store), rank(), world_size())
     dist.init_process_group(
         name,
         store=dist.PrefixStore("default_pg", store),

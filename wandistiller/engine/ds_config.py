@@ -36,7 +36,8 @@ LEAN_STAGE_3 = {
 }
 REFUSED = (
     *("gradient_predivide_factor", "prescale_gradients", "bf16.bf16_master_weights_and_grads"),
-    *("fp16.fp16_master_weights_and_grads", "zero_optimization.offload_optimizer.super_offload"),
+    "fp16.fp16_master_weights_and_grads",
+    *(f"zero_optimization.offload_optimizer.{key}" for key in ("super_offload", "ratio")),
     "activation_checkpointing.contiguous_memory_optimization",
     *(
         f"zero_optimization.zero_quantized_{what}"
@@ -271,10 +272,6 @@ def offload_problems(json: DeepSpeedJson) -> list[str]:
         if section.get("device") == "nvme" and not section.get("nvme_path"):
             remedy = "Write a folder on a fast disk."
             problems.append(json.problem(f"{key}.nvme_path", section.get("nvme_path"), remedy))
-    ratio = json.offload("optimizer").get("ratio", 1)
-    if known and stage != 3 and type(ratio) in (int, float) and ratio < 1:
-        remedy = f"At stage {stage} all is offloaded or nothing. Remove it, or write stage 3."
-        problems.append(json.problem("zero_optimization.offload_optimizer.ratio", ratio, remedy))
     if all(json.section(precision).get("enabled") is True for precision in ("bf16", "fp16")):
         problems.append(f"{json.where}: `bf16` and `fp16` are both enabled. Keep one.")
     return problems

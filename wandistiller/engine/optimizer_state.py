@@ -63,10 +63,7 @@ class MasterWeights:
 
     def optimizer(self, flat: Partition) -> torch.optim.Optimizer:
         """The optimizer proper that updates `flat`."""
-        wrapper = self._wrapper
-        if self.stage == 3 and wrapper.offload_optimizer and wrapper.subgroup_to_device[flat.number] != "cpu":
-            return wrapper.backup_optimizer  # with `ratio`, of the part on the accelerator
-        return wrapper if is_plain(self.engine) else wrapper.optimizer
+        return self._wrapper if is_plain(self.engine) else self._wrapper.optimizer
 
     def tensors(self, flat: Partition) -> dict[str, Tensor]:
         """The flat weights and their optimizer state; empty for those on NVMe that are not `opened`."""

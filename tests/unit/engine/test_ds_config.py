@@ -92,24 +92,6 @@ def test_batch_numbers_that_do_not_multiply_up_are_refused() -> None:
     assert problem.startswith("x.json: train_batch_size 24 is not ") and "x 2 ranks" in problem
 
 
-@pytest.mark.parametrize(
-    ("numbers", "ranks", "remedy"),
-    [
-        ((64, None, None), 3, "shared by 3 ranks; use 1, 2, 4 or 8, or write a multiple of 3."),
-        ((64, 16, None), 3, "3 ranks, 16 at a time; use 1, 2 or 4, or write a multiple of 48."),
-        ((64, None, 16), 3, "3 ranks in 16 micro-steps; use 1, 2 or 4, or write a multiple of 48."),
-        ((64, None, None), 12, "12 ranks; use 1, 2, 4, 8 or 16, or write a multiple of 12."),
-        ((25, 3, None), 1, "1 rank, 3 at a time; write a multiple of 3."),
-    ],
-)
-def test_a_batch_that_the_ranks_cannot_share_is_told_which_numbers_of_ranks_can(
-    numbers: tuple[int | None, ...], ranks: int, remedy: str
-) -> None:
-    (problem,) = refused(batch_size, batch_json(*numbers), ranks)
-    of = f"`train_batch_size` is {numbers[0]}. {numbers[0]} samples cannot be shared by "
-    assert problem.startswith(f"x.json: {of}") and problem.endswith(remedy)
-
-
 @pytest.mark.parametrize(("numbers", "least"), [((2, 3, None), 6), ((1, None, None), 2), ((3, None, 2), 4)])
 def test_a_batch_smaller_than_one_sample_a_rank_is_refused(
     numbers: tuple[int | None, ...], least: int
