@@ -16,10 +16,6 @@ CHANGEABLE = """
     teacher_dtype vae text_encoder image_encoder
 """.split()
 """Keys of a run's identity that may differ at resume; all others fix the shapes of its weights."""
-NOT_RECORDED = (
-    "warning   %s: was written before checkpoints had the VAE, the text encoder and `teacher_dtype`: "
-    "whether these are as they were is not known"
-)
 NONE_GOOD = "{}: none of its checkpoints can be used. `--resume never` starts anew and keeps them."
 
 
