@@ -7,9 +7,15 @@ from argparse import BooleanOptionalAction
 from dataclasses import MISSING, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Lt
 
 from wandistiller.utils.registry import names_in
+from wandistiller.utils.validation import Count, Index
+
+Gib = Annotated[float, Gt(0), Lt(10**7)]
+Price = Annotated[float, Ge(0), Lt(10**6)]
 
 PLACED = "where the networks are: a shipped JSON's name, or a file; auto: the simplest that fits"
 AUTO_DTYPE = "of the arithmetic; auto: as a named JSON says, else bfloat16 on a GPU, float32 on the CPU"
@@ -39,22 +45,22 @@ _machine = partial(_flag, group="machine")
 class PlanFlags(RunFlags):
     """Flags of `plan`: those of `train`, the machine, and what to print and write."""
 
-    gpus: int | None = _machine(
+    gpus: Index | None = _machine(
         None, "of a node, a rank each; default those here; 0: ranks on CPUs, one or a launcher's"
     )
-    gpu_memory: float | None = _machine(None, "of each GPU; default what is free here", metavar="GIB")
+    gpu_memory: Gib | None = _machine(None, "of each GPU; default what is free here", metavar="GIB")
     gpu_name: str | None = _machine(
         None, "of each GPU, such as H100, for its usual rates; default by its memory", metavar="NAME"
     )
-    host_memory: float | None = _machine(None, "of a node; default what is free here", metavar="GIB")
-    disk: float | None = _machine(
+    host_memory: Gib | None = _machine(None, "of a node; default what is free here", metavar="GIB")
+    disk: Gib | None = _machine(
         None, "of a node, for the swap folder; default what is free here", metavar="GIB"
     )
-    nodes: int | None = _machine(None, "default 1, or a launcher's")
+    nodes: Count | None = _machine(None, "default 1, or a launcher's")
     rates: dict[str, float] = _machine(
         {}, 'of each GPU: {"tflops": 100, "tbytes": 0.7, "pcie": 24}; see docs/memory.md'
     )
-    price_per_gpu_hour: float | None = _machine(None, "print the cost of the run too")
+    price_per_gpu_hour: Price | None = _machine(None, "print the cost of the run too")
     recommend: Path | None = _machine(
         None, "write the recipe with the simplest JSONs that fit", metavar="FILE"
     )

@@ -119,31 +119,6 @@ PARAMS: dict[str, dict[str, Any]] = {
 """Types of the settings of optimizers and of all schedules; `params_of` says which of them one has."""
 
 
-def _whole(**limits: int) -> Any:
-    return Annotated[int, Field(**limits), WHOLE]
-
-
-LIMITS: dict[str, dict[str, Any]] = {
-    "zero_optimization": of_type(
-        (_whole(gt=0), "zero_hpz_partition_size"),
-        (_whole(ge=0), "stage3_module_granularity_threshold"),
-    )
-    | {
-        # a bucket is allocated at once: 10^10 numbers are 40 GB in float32
-        "reduce_bucket_size": _whole(gt=0, le=10**10),
-        "allgather_bucket_size": _whole(gt=1, le=10**10, multiple_of=2),
-    },
-    "zero_optimization.offload_param": {"buffer_count": _whole(gt=0), "buffer_size": _whole(gt=0, le=10**10)},
-    "zero_optimization.offload_optimizer": {"buffer_count": _whole(gt=0)},
-    "fp16": of_type(
-        (NotNegative, "loss_scale min_loss_scale"),
-        (_whole(ge=0), "initial_scale_power"),
-        (_whole(gt=0), "loss_scale_window hysteresis"),
-    ),
-}
-"""Types that are narrower than DeepSpeed's own, beyond which its engines stop."""
-
-
 @cache
 def section_types() -> dict[str, dict[str, Any]]:
     """The types of all sections, by dotted name; "" is the top."""
@@ -153,7 +128,6 @@ def section_types() -> dict[str, dict[str, Any]]:
             for key, field in model.model_fields.items()
             if key not in RENAMED
         }
-        | LIMITS.get(name, {})
         for name, model in MODELS.items()
     }
 

@@ -15,7 +15,7 @@ from wandistiller.distributed import collectives
 from wandistiller.distributed.device import local_rank, on_accelerator
 from wandistiller.engine.ds_config import shipped_json
 from wandistiller.engine.ds_json import DeepSpeedJson
-from wandistiller.planner.machine import Demand, Machine, demands, machine_now, moments, most
+from wandistiller.planner.machine import Demand, Machine, demands, moments, most, this_machine
 from wandistiller.planner.peak_memory import plan
 from wandistiller.planner.student_memory import MOMENTS
 from wandistiller.planner.teacher_memory import added_sizes
@@ -219,16 +219,15 @@ class Shortages(NamedTuple):
 def shortages(stages: list[Job], *, preparing: bool = False) -> Shortages:
     """List on the first rank of each node each memory and disk of which a recipe's plan needs too much.
 
-    The reserve that `plan` and `auto` leave is not counted: such a run may still succeed. A stage whose steps
-    are done needs nothing.
+    Collective. The reserve that `plan` and `auto` leave is not counted: such a run may still succeed. A stage
+    whose steps are done needs nothing.
 
     Args:
         preparing: the run ends when its cache is full.
     """
-    lines = Shortages([], [], [])
+    lines, machine = Shortages([], [], []), this_machine(Path())
     if local_rank() != 0:
         return lines
-    machine = machine_now()
     for job in stages:
         which = f"Stage {job.output.name}" if len(stages) > 1 else "The run"
         phases = plan(job, machine)

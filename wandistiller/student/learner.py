@@ -31,6 +31,7 @@ from wandistiller.engine.workarounds import (
 from wandistiller.experts import Expert
 from wandistiller.network.network import Network
 from wandistiller.student.trainable import parameter_groups
+from wandistiller.utils.errors import ConfigError
 
 
 class Learner:
@@ -226,9 +227,12 @@ def _engine(network: Network, config: EngineConfig, learning_rates: dict[str, fl
         sizes = [p.numel() for p in model.parameters()]
         config = nvme.to_own_folder(config, sizes, name, collectives.world_size())
     with partition_before_moving(model, config.stage), without_dummy_step():
-        engine, *_ = deepspeed.initialize(
-            model=model.train(), model_parameters=groups, config=config.for_deepspeed
-        )
+        try:
+            engine, *_ = deepspeed.initialize(
+                model=model.train(), model_parameters=groups, config=config.for_deepspeed
+            )
+        except (AssertionError, ValueError) as error:  # the same on every rank
+            raise ConfigError(f"{config.where}: DeepSpeed refuses it: {error}") from error
     skip_nonfinite_steps(engine)
     wait_seldom(engine)
     leave_out_reduction_of_one_rank(engine)
