@@ -121,11 +121,6 @@ MADE_OF = {
     ),
 }
 """Keys of the identity that are hashes or lists -> the settings behind them."""
-OTHERWISE = {
-    **dict.fromkeys(("teacher", "vae", "text_encoder", "image_encoder"), "its files are not as they were"),
-    "student": "the one that it starts from was trained in another way, or lies in another place",
-    "data": "other prompts, or names of media",
-}
 NAMED = 5
 
 
@@ -133,20 +128,16 @@ def in_words(key: str, saved: dict[str, Any], now: dict[str, Any]) -> str:
     """Say what of a key of the identity was other.
 
     Args:
-        saved, now: {"identity", "facts", "run", "files"} of the checkpoint and of this run.
+        saved, now: {"identity", "run", "files"} of the checkpoint and of this run.
     """
     if key not in MADE_OF:
         return _changes(*({key: state["identity"].get(key)} for state in (saved, now)), key)
     words = [_changes(*({name: state["run"].get(name) for name in MADE_OF[key]} for state in (saved, now)))]
-    if key == "student":
-        before, after = (state["facts"].get("before", []) for state in (saved, now))
-        if before != after:
-            words.append(f"what it starts from was {json.dumps(before)}, now {json.dumps(after)}")
     files = [state.get("files", {}).get(key) for state in (saved, now)]
     if all(files) and (other := sorted(f for f in files[0] | files[1] if files[0].get(f) != files[1].get(f))):
         beyond = f" and {len(other) - NAMED} more" if len(other) > NAMED else ""
         words.append(f"not as they were: {', '.join(other[:NAMED])}{beyond}")
-    return "; ".join(filter(None, words)) or OTHERWISE[key]
+    return "; ".join(filter(None, words)) or "what it was made of is not as it was"
 
 
 def _changes(before: dict[str, Any], after: dict[str, Any], known: str = "") -> str:

@@ -69,10 +69,6 @@ def nccl_version() -> str:
     return ".".join(map(str, torch.cuda.nccl.version()))
 
 
-def supports_fp16() -> bool:
-    return get_accelerator().is_fp16_supported()
-
-
 def has_bf16_gpu() -> bool:
     """Return whether this rank has a GPU of CUDA (8.0 or later) or ROCm, with instructions for bf16."""
     return kind() == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)

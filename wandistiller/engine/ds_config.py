@@ -272,8 +272,6 @@ def offload_problems(json: DeepSpeedJson) -> list[str]:
         if section.get("device") == "nvme" and not section.get("nvme_path"):
             remedy = "Write a folder on a fast disk."
             problems.append(json.problem(f"{key}.nvme_path", section.get("nvme_path"), remedy))
-    if all(json.section(precision).get("enabled") is True for precision in ("bf16", "fp16")):
-        problems.append(f"{json.where}: `bf16` and `fp16` are both enabled. Keep one.")
     return problems
 
 

@@ -11,7 +11,7 @@ from deepspeed.runtime.config import DeepSpeedConfigError
 from pydantic import ValidationError
 
 from wandistiller.distributed import device
-from wandistiller.distributed.device import on_accelerator, supports_fp16
+from wandistiller.distributed.device import on_accelerator
 from wandistiller.engine.compiler import has_compiler
 from wandistiller.engine.ds_schema import BATCH_KEYS, BLOCK
 from wandistiller.engine.engine_config import EngineConfig
@@ -81,11 +81,7 @@ def _lacking(engine: EngineConfig) -> list[str]:
         remedy = "On a CPU DeepSpeed has it only together with `partition_activations`: true."
         # else the copy would be the original
         problems.append(engine.problem("activation_checkpointing.cpu_checkpointing", True, remedy))
-    problems += monitor_problems(engine)
-    if not problems and engine.dtype is torch.float16 and not supports_fp16():
-        text = "is enabled, here or by `mixed_precision`, but this machine's accelerator has none. Use bf16."
-        return [f"{engine.where}: `fp16` {text}"]
-    return problems
+    return problems + monitor_problems(engine)
 
 
 def _kernel_problems(engine: EngineConfig) -> list[str]:

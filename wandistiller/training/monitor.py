@@ -31,7 +31,6 @@ class Monitor:
         self._metrics = Metrics(file, start=step, max_steps=run.max_steps, global_batch=job.batch.total)
         self._alarms.go_on_from(step, read_lines(file, step))
         keep_lines(job.output / SAMPLES, step)
-        self._monitors.go_on_from(step)
         self.record_phases()
 
     def record(self, step: int, result: StepResult) -> None:
