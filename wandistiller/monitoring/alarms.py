@@ -32,8 +32,6 @@ WAITING = 10
 """Means of SHORT_WINDOW steps that all must be above it: a machine that others use too is slow at times."""
 REPEAT_AFTER = 500
 """Steps before an alarm of the same kind is repeated."""
-HINTS = {"data"}
-"""Kinds of alarms that cost time and harm no student."""
 FILE = "alarms.jsonl"
 
 

@@ -5,7 +5,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -25,7 +24,6 @@ def raise_on_signals() -> dict[signal.Signals, Any]:
     """Raise `Interrupted` at these signals; return the handlers until now."""
     if threading.current_thread() is not threading.main_thread():
         return {}
-    _stderr()
     # an ignored one stays so, as in a shell's background job
     heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     return {number: signal.signal(number, _raise) for number in heard}
@@ -58,18 +56,11 @@ def process_stat(pid: int) -> tuple[str, int]:
         return "Z", 0
 
 
-@cache
-def _stderr() -> int:
-    """Return a descriptor of stderr as it is at the first call: deepspeed 0.19.8 redirects 2 while it tests
-    the compiler."""
-    return os.dup(2)
-
-
 def _raise(number: int, frame: FrameType | None) -> NoReturn:
     interrupted = Interrupted(number)
     while frame:  # a library whose import ends half-way raises anything: torch 2.13 a RecursionError
         if frame.f_code.co_filename.startswith("<frozen importlib"):
-            os.write(_stderr(), f"{interrupted}\n".encode())
+            os.write(2, f"{interrupted}\n".encode())
             os._exit(interrupted.exit_code)
         frame = frame.f_back
     raise interrupted
