@@ -43,11 +43,6 @@ def batch_size(json: DeepSpeedJson, world: int) -> BatchSize:
         micro = total // (accumulation * world) if micro is None else micro
     elif accumulation is None:
         accumulation = total // (micro * world)
-    if not micro or not accumulation:
-        least = (micro or 1) * (accumulation or 1) * world
-        raise ConfigError(
-            json.problem("train_batch_size", total, f"On {world} rank(s) it must be at least {least}.")
-        )
     if total not in (None, micro * accumulation * world):
         raise ConfigError(
             f"{json.where}: train_batch_size {total} is not train_micro_batch_size_per_gpu {micro} x "

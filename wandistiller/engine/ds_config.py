@@ -121,22 +121,14 @@ def key_problems(json: DeepSpeedJson) -> list[str]:
     for name, types in section_types().items():
         section = dict(json.section(name))
         prefix = f"{name}." if name else ""
-        for key in sorted(section.keys() - types.keys()):
-            if remedy := _renamed_or_misplaced(key):
-                problems.append(json.problem(prefix + key, section.pop(key), remedy))
+        for key in sorted(section.keys() & RENAMED.keys()):
+            remedy = f"Unknown key. Did you mean `{RENAMED[key]}`?"
+            problems.append(json.problem(prefix + key, section.pop(key), remedy))
         problems += check(where, section, types, prefix)[0]
     for name, types in PARAMS.items():
         problems += value_problems(where, json.section(name), types, f"{name}.")
     problems += _typed_problems(json, "optimizer", OPTIMIZERS)
     return problems + _typed_problems(json, "scheduler", SCHEDULERS)
-
-
-def _renamed_or_misplaced(key: str) -> str | None:
-    """Return the new name of an old key, or the only section of DeepSpeed's that has it, as a remedy."""
-    if key in RENAMED:
-        return f"Unknown key. Did you mean `{RENAMED[key]}`?"
-    sections = [name for name, types in (section_types() | PARAMS).items() if key in types and name]
-    return f"Its place is the section `{sections[0]}`." if len(sections) == 1 else None
 
 
 def _typed_problems(json: DeepSpeedJson, section: str, types: tuple[str, ...]) -> list[str]:

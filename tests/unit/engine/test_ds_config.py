@@ -92,12 +92,11 @@ def test_batch_numbers_that_do_not_multiply_up_are_refused() -> None:
     assert problem.startswith("x.json: train_batch_size 24 is not ") and "x 2 ranks" in problem
 
 
-@pytest.mark.parametrize(("numbers", "least"), [((2, 3, None), 6), ((1, None, None), 2), ((3, None, 2), 4)])
-def test_a_batch_smaller_than_one_sample_a_rank_is_refused(
-    numbers: tuple[int | None, ...], least: int
-) -> None:
+@pytest.mark.parametrize("numbers", [(2, 3, None), (1, None, None), (3, None, 2)])
+def test_a_batch_smaller_than_one_sample_a_rank_is_refused(numbers: tuple[int | None, ...]) -> None:
     (problem,) = refused(batch_size, batch_json(*numbers), 2)
-    assert problem == f"x.json: `train_batch_size` is {numbers[0]}. On 2 rank(s) it must be at least {least}."
+    assert problem.startswith(f"x.json: train_batch_size {numbers[0]} is not ")
+    assert "Write a multiple of the 2 ranks" in problem
 
 
 @pytest.mark.parametrize("section", section_types())

@@ -140,11 +140,6 @@ def test_without_any_rate_the_message_names_flag_recipe_and_json(tmp_path: Path)
             "`zero_optimization.offload_optimizer.ratio` is 0.5. It does not go with",
         ),
         (
-            zero(3, ratio=0.5),
-            "`zero_optimization.ratio` is 0.5. Its place is the section "
-            "`zero_optimization.offload_optimizer`.",
-        ),
-        (
             zero(3, compute_grad_norm=False) | {"gradient_clipping": 0},
             "`zero_optimization`: DeepSpeed refuses it: compute_grad_norm=false is supported only with ZeRO "
             "Stage 1 or 2. Change or remove what it names.",
