@@ -17,7 +17,7 @@ from wandistiller.config.stages import read_jobs
 from wandistiller.config.summary import precision_lines, summary
 from wandistiller.distributed import collectives
 from wandistiller.engine.ds_config import shipped_json
-from wandistiller.engine.ds_overrides import TOTAL, EngineOverrides
+from wandistiller.engine.ds_overrides import OVERRIDES, TOTAL
 from wandistiller.planner.disk import DiskUse, disk_demands, on_its_disk, written
 from wandistiller.planner.machine import Demand, Machine, PhasePeak, demands, moments, most
 from wandistiller.planner.passes import base_sweeps
@@ -297,7 +297,7 @@ def next_command(file: str | Path, machine: Machine) -> str:
 def _without_engines(config: RunConfig, values: dict[str, Any]) -> dict[str, Any]:
     """The recipe of `config`, shorthands written out, without the settings that the engines' JSONs hold."""
     defaults = asdict(RunConfig())
-    in_jsons = {"teacher_dtype", *ONLY_FLAGS, *(f.name for f in fields(EngineOverrides))}
+    in_jsons = {"teacher_dtype", *ONLY_FLAGS, *OVERRIDES}
     recipe = asdict(config)
     recipe |= {key: values.get(key, defaults[key]) for key in ("output_dir", "cache_dir", "resume")}
     return {k: value for k, value in recipe.items() if value != defaults[k] and k not in in_jsons}

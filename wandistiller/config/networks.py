@@ -8,7 +8,7 @@ from typing import Any
 from wandistiller.batch import STUDENT
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.start import Start
-from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides
+from wandistiller.engine.ds_overrides import apply_overrides
 from wandistiller.engine.ds_schema import PEAKS
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.experts import Expert
@@ -271,7 +271,7 @@ def _derived(engine: EngineConfig, role: Role) -> EngineConfig:
     The schedule has the student's shape: its lowest rate is the same share of its highest, and its parts end
     at the same steps of the run, but for `warmup_num_steps`, which count the role's own updates.
     """
-    rates, engine = engine.section("scheduler.params"), apply_overrides(engine, EngineOverrides(lr=role.lr))
+    rates, engine = engine.section("scheduler.params"), apply_overrides(engine, lr=role.lr)
     schedule = engine.section("scheduler.params")
     highest = rates.get(PEAKS.get(engine.schedule))
     if role.lr is not None and highest and "warmup_min_lr" in rates:

@@ -14,7 +14,7 @@ from wandistiller.data.dataset import WITH_IMAGES, PromptDataset, read_dataset
 from wandistiller.data.lines import clean
 from wandistiller.engine.ds_config import load, shipped_json, student_engine
 from wandistiller.engine.ds_json import DeepSpeedJson
-from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides, fill_auto
+from wandistiller.engine.ds_overrides import OVERRIDES, apply_overrides, fill_auto
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.preflight import config_problems
 from wandistiller.network.adapters import Lora
@@ -155,8 +155,7 @@ def _overridden(json: DeepSpeedJson, run: RunConfig) -> DeepSpeedJson:
     if isinstance(chosen, AutoOf) or AUTO in (chosen, json.raw.get(ZERO)):
         json = json.replaced(**{ZERO: shipped_json(DEFAULT_ENGINE).raw[ZERO]})
         json = dataclasses.replace(json, is_open=True)
-    settings = {field.name: getattr(run, field.name) for field in dataclasses.fields(EngineOverrides)}
-    changed = apply_overrides(json, EngineOverrides(**settings))
+    changed = apply_overrides(json, **{setting: getattr(run, setting) for setting in OVERRIDES})
     # values of the default one are no user's
     return dataclasses.replace(changed, overridden=()) if json.where == DEFAULT_ENGINE else changed
 
@@ -205,5 +204,5 @@ def _complete(run: RunConfig, folder: Folder, items: PromptDataset, samples: int
         teacher_dtype=None,
         teacher_lora=folder.added_settings or None,
         lora=run.lora if run.lora != {} else {"rank": Lora().rank},
-        **dataclasses.asdict(EngineOverrides()),
+        **dict.fromkeys(OVERRIDES),
     )

@@ -1,7 +1,7 @@
 """The student's DeepSpeed JSON before its checks: short flags written into it, and "auto" filled."""
 
 import copy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from wandistiller.engine.ds_json import OPEN, DeepSpeedJson
@@ -10,23 +10,17 @@ from wandistiller.engine.ds_schema import BATCH_KEYS, BLOCK, PEAKS
 J = TypeVar("J", bound=DeepSpeedJson)
 TOTAL, MICRO, ACCUMULATION = BATCH_KEYS
 OFFLOAD = "zero_optimization.offload_optimizer"
+OVERRIDES = ("batch_size", "lr", "mixed_precision", "gradient_checkpointing")
+"""Settings of a run that are written into the student's JSON."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineOverrides:
-    """Short flags for the student's engine; None changes nothing."""
+def apply_overrides(json: J, **settings: Any) -> J:
+    """Return the JSON with OVERRIDES written in; they win, and `overridden` names what they replaced.
 
-    batch_size: int | None = None
-    """Samples per rank and micro-step."""
-    lr: float | None = None
-    mixed_precision: str | None = None
-    gradient_checkpointing: bool | None = None
-
-
-def apply_overrides(json: J, overrides: EngineOverrides) -> J:
-    """Return the JSON with the flags written in; a flag wins, and `overridden` names what it replaced."""
+    None changes nothing.
+    """
     json = _copy(json)
-    for setting, value in asdict(overrides).items():
+    for setting, value in settings.items():
         if value is not None:
             json = _written(_copy(json), setting, value).noting(setting, value, json)
     return json

@@ -14,7 +14,7 @@ from states import state
 
 from wandistiller.config.validate import read_job
 from wandistiller.engine.ds_config import load, student_engine
-from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides, fill_auto
+from wandistiller.engine.ds_overrides import apply_overrides, fill_auto
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.preflight import config_problems
 from wandistiller.experts import Expert
@@ -81,7 +81,7 @@ def read(given: dict[str, Any], lr: float | None = LR) -> EngineConfig:
     """The engine of a JSON on one rank, checked by this package and by DeepSpeed's own reader."""
     json = load(given)
     if lr and "optimizer" not in given and "scheduler" not in given:
-        json = apply_overrides(json, EngineOverrides(lr=lr))
+        json = apply_overrides(json, lr=lr)
     engine = student_engine(fill_auto(json, STEPS), 1)
     if problems := config_problems(engine, here=False):
         raise ConfigError(*problems)
