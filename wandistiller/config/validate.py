@@ -26,7 +26,6 @@ from wandistiller.teacher.quantized import missing_problems
 from wandistiller.teacher.strategies import strategies, teacher_file
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.errors import RECIPE, ConfigError, Place, Problem, collecting, readable
-from wandistiller.utils.files import SHIPPED
 from wandistiller.wan.added_lora import read_added, with_experts
 from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.transformer_config import TransformerConfig
@@ -102,13 +101,7 @@ def _opened(run: RunConfig, setting: str, origins: dict[str, str]) -> DeepSpeedJ
         source = teacher_file(source)
     elif setting == ENGINE and source == AUTO:
         source = DEFAULT_ENGINE
-    shipped = {STUDENT: _shipped("students"), ENGINE: [AUTO, *_shipped("student")], TEACHER: strategies()}
-    return load(source, shipped[setting], origins.get(setting, RECIPE))
-
-
-def _shipped(folder: str) -> list[str]:
-    """List the JSONs of a folder of ds_configs, as recipes name them."""
-    return [f"ds_configs/{folder}/{file.name}" for file in sorted((SHIPPED / folder).glob("*.json"))]
+    return load(source, origins.get(setting, RECIPE))
 
 
 def _read_folder(run: RunConfig) -> Folder:

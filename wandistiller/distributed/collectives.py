@@ -173,12 +173,6 @@ def destroy() -> None:
         watchdog = Watchdog()
 
 
-def is_stop_requested() -> bool:
-    """Return whether any rank received a request to stop, on every rank. Collective, if there are others."""
-    asked = stopping.reason is not None
-    return asked if world_size() == 1 else all_reduce_sum(float(asked)) > 0
-
-
 def raise_if_stop_requested(when: str = "") -> None:
     """End the run here if any rank received a request to stop. Collective, if there are others.
 
@@ -188,7 +182,8 @@ def raise_if_stop_requested(when: str = "") -> None:
     Raises:
         Stopped: on all ranks.
     """
-    if is_stop_requested():
+    asked = float(stopping.reason is not None)
+    if asked if world_size() == 1 else all_reduce_sum(asked):
         raise Stopped(when or f"in: {current.activity} (what was finished is kept)")
 
 

@@ -1,10 +1,7 @@
 """Reads and checks the two DeepSpeed JSONs; DeepSpeed itself ignores unknown top-level keys (0.19.8)."""
 
 import copy
-import os
-from collections.abc import Iterable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from wandistiller.engine.batch_size import batch_size
@@ -21,8 +18,8 @@ from wandistiller.engine.ds_schema import (
     section_types,
 )
 from wandistiller.engine.engine_config import RECOMPUTED, CheckpointPolicy, EngineConfig, Kernels
-from wandistiller.utils.errors import RECIPE, ConfigError, closest, nearest, unknown_keys
-from wandistiller.utils.files import read_json, shipped
+from wandistiller.utils.errors import RECIPE, ConfigError, nearest, unknown_keys
+from wandistiller.utils.files import read_json
 from wandistiller.utils.validation import check, types_of, value_problems
 
 # deepspeed 0.19.8 would allocate for 5e8 numbers, 2 GB in float32, however small the student
@@ -66,17 +63,10 @@ def shipped_json(file: str) -> DeepSpeedJson:
     return load(file)
 
 
-def load(source: str | dict[str, Any], named: Iterable[str] = (), where: str = RECIPE) -> DeepSpeedJson:
-    """Read a DeepSpeed JSON, a file or a recipe's object.
-
-    Args:
-        named: shipped ones, as they are named, for the message about one that is not there.
-        where: place of an object.
-    """
+def load(source: str | dict[str, Any], where: str = RECIPE) -> DeepSpeedJson:
+    """Read a DeepSpeed JSON, a file or a recipe's object, whose place is `where`."""
     if isinstance(source, dict):
         return DeepSpeedJson(where, _as_read(source))
-    if problem := _unnamed(source, {Path(name).stem: name for name in named}):
-        raise ConfigError(problem)
     return DeepSpeedJson(source, _as_read(read_json(source)))
 
 
@@ -97,21 +87,6 @@ def _without_remarks(value: Any) -> Any:
         for key, v in value.items()
         if v is not None and not key.startswith(REMARKS) and key.lower() not in ("comment", "comments")
     }
-
-
-def _unnamed(source: str, named: dict[str, str]) -> str | None:
-    """Return the problem of a file that is not there, and by its place may be meant for a shipped one.
-
-    Args:
-        named: what to write for each, by the file's name without `.json`.
-    """
-    place = Path(source).parent.parts[:1]
-    if not named or place not in ((), ("ds_configs",)) or os.path.exists(shipped(source)):
-        return None
-    near = closest(Path(source).stem, named)
-    hint = f" Did you mean `{named[near]}`?" if near else ""
-    listed = ", ".join(dict.fromkeys(named.values()))
-    return f"{source}: no such file. Fix the path, or write one of: {listed}.{hint}"
 
 
 def key_problems(json: DeepSpeedJson) -> list[str]:

@@ -185,24 +185,20 @@ def fetch_problems(job: Job) -> list[str]:
 
 
 def log_disk_use(job: Job) -> None:
-    """Log on rank 0 the files of the run and the free space of their disks: TOO LITTLE if they are larger."""
+    """Log on rank 0 the files of the run and the free space of their disks."""
     if collectives.rank() != 0:
         return
     accelerator = on_accelerator()
-    still, free = to_come(job, accelerator=accelerator), []
-    for place in {disk(place): place for place in still}.values():
-        short = ", TOO LITTLE" if on_disk_of(place, still) > disk_free(place) else ""
-        free.append(f"{amount(disk_free(place))} free at {place}{short}")
+    places = {disk(place): place for place in to_come(job, accelerator=accelerator)}.values()
+    free = [f"{amount(disk_free(place))} free at {place}" for place in places]
     collectives.log0("disk      %s; %s", written(job, accelerator=accelerator), ", ".join(free))
 
 
 TOO_MUCH = 1.2
 """Times the free memory that a plan, which is an estimate, may need for its run to be started."""
-INSIST = "despite_plan"
-"""Setting that starts it nevertheless."""
 HELPS = (
     "What helps: `--deepspeed_config auto --teacher_deepspeed_config auto` take what fits, and `wandistiller "
-    f"plan` says what takes how much. `--{INSIST}` starts the run nevertheless."
+    "plan` says what takes how much. `--despite_plan` starts the run nevertheless."
 )
 
 
