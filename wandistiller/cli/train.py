@@ -108,6 +108,7 @@ def _dry_run(stages: list[Job], command: str) -> None:
         for line in [*summary(job), *precision_lines(job)]:
             collectives.log0(line)
     log_disk_use(stages[-1])
+    short = shortages(stages, preparing=command == "prepare")
     with collectives.raise_on_all_ranks():
         problems = []
         for job in stages:
@@ -116,7 +117,6 @@ def _dry_run(stages: list[Job], command: str) -> None:
                 with collecting(problems):
                     job.folder.require_weights()
         problems += _problems(stages, command)
-        short = shortages(stages, preparing=command == "prepare")
         if lacking := [*_refused(short, stages[0].run), *short.of_disk]:
             problems += [*lacking, ELSEWHERE]
         if problems:
