@@ -22,7 +22,7 @@ from wandistiller.cli.main import main
 from wandistiller.config.job import Job
 from wandistiller.config.validate import read_job
 from wandistiller.distributed.collectives import device
-from wandistiller.planner.machine import Machine, machine_now
+from wandistiller.planner.machine import Machine, this_machine
 from wandistiller.planner.peak_memory import CONTEXT, CUBLAS, plan
 from wandistiller.planner.time import Rates
 from wandistiller.utils.system_memory import GIB
@@ -132,7 +132,7 @@ def measured(values: dict[str, Any], ranks: int) -> dict[str, int]:
 
 def job_here(values: dict[str, Any], ranks: int) -> tuple[Job, Machine]:
     """A recipe's run on this machine, and that machine with so many ranks."""
-    machine = replace(machine_now(), ranks=ranks, ranks_on_node=ranks)
+    machine = replace(this_machine(Path()), ranks=ranks, ranks_on_node=ranks)
     return read_job(run_of(values), ranks), machine
 
 

@@ -129,14 +129,14 @@ def _plan_usual_runs() -> None:
 
     from wandistiller.config.run_config import RunConfig
     from wandistiller.config.validate import read_job
-    from wandistiller.planner.machine import machine_now
+    from wandistiller.planner.machine import this_machine
     from wandistiller.planner.peak_memory import plan
 
     tqdm.monitor_interval = 0  # its thread
     with tempfile.TemporaryDirectory() as folder:
         for experts in (1, 2):
             wan = make_wan(Path(folder, f"wan{experts}"), experts=experts)
-            plan(read_job(RunConfig(**recipe(Path(folder), wan)), 1), machine_now())
+            plan(read_job(RunConfig(**recipe(Path(folder), wan)), 1), this_machine(Path()))
 
 
 def _take_async_io_of_cpus() -> None:

@@ -165,7 +165,9 @@ def test_a_byte_order_mark_is_no_fault_in_any_file(tmp_path: Path, wan1: Path) -
 
 NO_WRITE = "`output_dir` is {here}/shut/out, but {here}/shut may not be written to. Change"
 SHUT = [("shut", 0o500, NO_WRITE)]
-SHUT += [(name, 0, f"{{here}}/{name}: may not be read. Change its") for name in (*JSONS, "prompts.txt")]
+SHUT += [
+    (name, 0, f"{{here}}/{name}: cannot be read: Permission denied.") for name in (*JSONS, "prompts.txt")
+]
 
 
 @pytest.mark.usefixtures("one_rank")

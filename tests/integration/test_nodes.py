@@ -18,7 +18,7 @@ from on_ranks.nodes import first_checkpoint
 from ranks import ROOT, call, environment, free_port, losses, run
 from recipes import recipe, recipe_file, train
 
-from wandistiller.distributed.watchdog import LOST_SECONDS
+from wandistiller.distributed.watchdog import GONE_SECONDS
 
 TOOLS = {"pdsh": "pdsh", "sshd": "openssh-server", "ssh": "openssh-client"}
 SBIN = f"{os.environ['PATH']}:/usr/sbin"
@@ -180,9 +180,9 @@ def in_training(wan1: Path, tmp_path: Path) -> Iterator[list[subprocess.Popen]]:
 
 @pytest.mark.slow
 def test_the_death_of_a_node_ends_the_other(in_training: list[subprocess.Popen], tmp_path: Path) -> None:
-    """Its system closes its connections, so it is not waited for until LOST_SECONDS are over."""
+    """Its system closes its connections, so it is not waited for until GONE_SECONDS are over."""
     os.killpg(in_training[1].pid, signal.SIGKILL)
-    code = in_training[0].wait(LOST_SECONDS)
+    code = in_training[0].wait(GONE_SECONDS)
     assert code == 1 and "Rank 1 is gone" in (tmp_path / "node0.log").read_text()
 
 

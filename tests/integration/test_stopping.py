@@ -119,9 +119,7 @@ def test_a_rollout_of_a_thousand_steps_ends_between_two_calls_of_the_teacher(
 
 
 @pytest.mark.slow
-def test_a_part_of_deepspeed_that_is_compiled_is_given_up_with_its_compilers(
-    folder: Path, wan1: Path
-) -> None:
+def test_a_part_of_deepspeed_that_is_compiled_is_given_up(folder: Path, wan1: Path) -> None:
     words, own = ["-m", *training(folder, wan1, "compiled")], folder / "extensions"
     with background_run(
         [*launcher(2), *words], folder / "compiled.log", TORCH_EXTENSIONS_DIR=str(own)

@@ -80,13 +80,10 @@ def _load_network(
     saved = json.loads((folder / ENGINE).read_text())
     place = place if saved["scheduler"] else updates
     pieces = ShardedTensors(folder)
-    optimizer = type(trained.optimizer(trained.flats[0])).__name__
-    same_optimizer = _family(saved["optimizer"]) == _family(optimizer)
-    kinds = [k for k in pieces.kinds() if k not in (WEIGHTS, AVERAGE)] if same_optimizer else []
+    kinds = [k for k in pieces.kinds() if k not in (WEIGHTS, AVERAGE)]
     for flat in trained.flats:
         with trained.opened(flat, changed=True):
-            if same_optimizer:
-                trained.make_state(flat, kinds, saved["steps"])
+            trained.make_state(flat, kinds, saved["steps"])
             tensors = trained.tensors(flat)
             for kind in (WEIGHTS, *kinds):
                 _fill(tensors[kind], flat.parts, pieces, kind)
@@ -104,14 +101,6 @@ def _fill(flat: Tensor, parts: list[Fragment], pieces: ShardedTensors, kind: str
         if part.numel and part.name in known:
             saved = pieces.read(kind, part.name, part.start, part.numel)
             flat.narrow(0, part.offset, part.numel).copy_(saved)
-
-
-def _family(optimizer: str | None) -> str:
-    """Return the family in which moments mean the same; DeepSpeed has a class for each device.
-
-    Muon's class has Adam in its name, for the weights that are no matrices.
-    """
-    return next((f for f in ("Muon", "Adam", "Lion") if optimizer and f in optimizer), str(optimizer))
 
 
 def read_state(folder: Path) -> dict[str, Any]:

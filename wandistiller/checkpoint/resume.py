@@ -13,13 +13,9 @@ from wandistiller.utils.logging import set_activity
 CHANGEABLE = """
     optimizer scheduler gradient_clipping precision learning_rates ema ema_start
     guidance objective data teacher teacher_weights seed shift train_batch_size
-    teacher_dtype torch_autocast vae text_encoder image_encoder
+    teacher_dtype vae text_encoder image_encoder
 """.split()
 """Keys of a run's identity that may differ at resume; all others fix the shapes of its weights."""
-NOT_RECORDED = (
-    "warning   %s: was written before checkpoints had the VAE, the text encoder, `teacher_dtype` and "
-    "`torch_autocast`: whether these are as they were is not known"
-)
 NONE_GOOD = "{}: none of its checkpoints can be used. `--resume never` starts anew and keeps them."
 
 
@@ -125,11 +121,6 @@ MADE_OF = {
     ),
 }
 """Keys of the identity that are hashes or lists -> the settings behind them."""
-OTHERWISE = {
-    **dict.fromkeys(("teacher", "vae", "text_encoder", "image_encoder"), "its files are not as they were"),
-    "student": "the one that it starts from was trained in another way, or lies in another place",
-    "data": "other prompts, or names of media",
-}
 NAMED = 5
 
 
@@ -137,20 +128,16 @@ def in_words(key: str, saved: dict[str, Any], now: dict[str, Any]) -> str:
     """Say what of a key of the identity was other.
 
     Args:
-        saved, now: {"identity", "facts", "run", "files"} of the checkpoint and of this run.
+        saved, now: {"identity", "run", "files"} of the checkpoint and of this run.
     """
     if key not in MADE_OF:
         return _changes(*({key: state["identity"].get(key)} for state in (saved, now)), key)
     words = [_changes(*({name: state["run"].get(name) for name in MADE_OF[key]} for state in (saved, now)))]
-    if key == "student":
-        before, after = (state["facts"].get("before", []) for state in (saved, now))
-        if before != after:
-            words.append(f"what it starts from was {json.dumps(before)}, now {json.dumps(after)}")
     files = [state.get("files", {}).get(key) for state in (saved, now)]
     if all(files) and (other := sorted(f for f in files[0] | files[1] if files[0].get(f) != files[1].get(f))):
         beyond = f" and {len(other) - NAMED} more" if len(other) > NAMED else ""
         words.append(f"not as they were: {', '.join(other[:NAMED])}{beyond}")
-    return "; ".join(filter(None, words)) or OTHERWISE[key]
+    return "; ".join(filter(None, words)) or "what it was made of is not as it was"
 
 
 def _changes(before: dict[str, Any], after: dict[str, Any], known: str = "") -> str:

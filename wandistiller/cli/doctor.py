@@ -30,7 +30,7 @@ EXTRAS = {
 }
 COMPILER = "CPU Adam is compiled with it. Debian, Ubuntu: apt install g++"
 AIO = "a teacher or student on NVMe needs libaio; Debian, Ubuntu: apt install libaio-dev"
-NVCC = "nvcc compiles Lamb and Lion on GPUs, a faster Adam, and async_io"
+NVCC = "nvcc compiles a faster Adam on GPUs, and async_io"
 
 
 def run(flags: DoctorFlags) -> None:

@@ -15,7 +15,7 @@ from wandistiller.evaluation.report import summary, write
 from wandistiller.evaluation.sampling import STEPS, Sampling, number_problems, size_problems
 from wandistiller.monitoring.headline import Evaluated
 from wandistiller.network.folder import Folder
-from wandistiller.planner.sampling import choose, read_placed
+from wandistiller.planner.sampling import Drawing, choose, read_placed
 from wandistiller.utils.errors import (
     ConfigError,
     collecting,
@@ -45,8 +45,8 @@ def evaluate(evaluation: Evaluation, ranks: Ranks = ALONE) -> Evaluated:
     The prompts are split over the ranks; prompt i is drawn from seed + i by both.
     """
     e = evaluation
-    sides = [e.teacher, e.student]
-    placement, batch = choose(e.placement, sides, e.teacher_sampling, e.batch, ranks.degree)
+    drawing = Drawing([e.teacher, e.student], e.teacher_sampling, e.batch, ranks.degree)
+    placement, batch = choose(e.placement, drawing)
     evaluator = Evaluator(replace(e, placement=placement, batch=batch), ranks)
     evaluation = evaluator.settings
     for line in evaluation.facts.changed_teacher(evaluation.teacher):

@@ -7,15 +7,20 @@ from argparse import BooleanOptionalAction
 from dataclasses import MISSING, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Lt
 
 from wandistiller.utils.registry import names_in
+from wandistiller.utils.validation import Count, Index
+
+Gib = Annotated[float, Gt(0), Lt(10**7)]
+Price = Annotated[float, Ge(0), Lt(10**6)]
 
 PLACED = "where the networks are: a shipped JSON's name, or a file; auto: the simplest that fits"
 AUTO_DTYPE = "of the arithmetic; auto: as a named JSON says, else bfloat16 on a GPU, float32 on the CPU"
 SHARED = "ranks that compute each sample together, for long videos; a divisor of ranks, heads and patches"
 LORA = "LoRA files to add, or a run of them; of two experts high_noise=FILE, low_noise=FILE or both=FILE"
-FIRST_SEED = "of the first prompt; the next gets seed + 1"
 
 
 def _flag(default: Any, text: str, names: tuple[str, ...] = (), group: str = "", **argparse: Any) -> Any:
@@ -40,22 +45,22 @@ _machine = partial(_flag, group="machine")
 class PlanFlags(RunFlags):
     """Flags of `plan`: those of `train`, the machine, and what to print and write."""
 
-    gpus: int | None = _machine(
+    gpus: Index | None = _machine(
         None, "of a node, a rank each; default those here; 0: ranks on CPUs, one or a launcher's"
     )
-    gpu_memory: float | None = _machine(None, "of each GPU; default what is free here", metavar="GIB")
+    gpu_memory: Gib | None = _machine(None, "of each GPU; default what is free here", metavar="GIB")
     gpu_name: str | None = _machine(
         None, "of each GPU, such as H100, for its usual rates; default by its memory", metavar="NAME"
     )
-    host_memory: float | None = _machine(None, "of a node; default what is free here", metavar="GIB")
-    disk: float | None = _machine(
+    host_memory: Gib | None = _machine(None, "of a node; default what is free here", metavar="GIB")
+    disk: Gib | None = _machine(
         None, "of a node, for the swap folder; default what is free here", metavar="GIB"
     )
-    nodes: int | None = _machine(None, "default 1, or a launcher's")
+    nodes: Count | None = _machine(None, "default 1, or a launcher's")
     rates: dict[str, float] = _machine(
         {}, 'of each GPU: {"tflops": 100, "tbytes": 0.7, "pcie": 24}; see docs/memory.md'
     )
-    price_per_gpu_hour: float | None = _machine(None, "print the cost of the run too")
+    price_per_gpu_hour: Price | None = _machine(None, "print the cost of the run too")
     recommend: Path | None = _machine(
         None, "write the recipe with the simplest JSONs that fit", metavar="FILE"
     )
@@ -99,14 +104,27 @@ class ExportFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleFlags:
-    """Flags of `sample`; None is what the pipeline was made for."""
+class DrawingFlags:
+    """Flags of `sample` and `evaluate`; None is what the pipeline or the student was made for."""
+
+    lora: list[str] | None = _flag(None, LORA, metavar="FILE")
+    strength: float = _flag(1.0, "factor of these LoRA files")
+    height: int | None = _flag(None, "pixels; default what it was made for")
+    width: int | None = _flag(None, "pixels; default what it was made for")
+    num_frames: int | None = _flag(None, "4k+1, 1 is an image; default what a student was made for")
+    seed: int = _flag(0, "of the first prompt; the next gets seed + 1")
+    teacher_deepspeed_config: str = _flag("auto", PLACED, metavar="FILE")
+    context_parallel: int = _flag(1, SHARED)
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = _flag("auto", AUTO_DTYPE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleFlags(DrawingFlags):
+    """Flags of `sample`."""
 
     model: str | None = _flag(
         None, "a diffusers Wan pipeline, a run, a hub id, or `tiny`; default what --lora is for"
     )
-    lora: list[str] | None = _flag(None, LORA, metavar="FILE")
-    strength: float = _flag(1.0, "factor of these LoRA files")
     prompts: list[str] = _flag(MISSING, "texts, or one file of prompts")
     image: list[str] | None = _flag(
         None, "first frame of clips, for image-to-video: one of each prompt, or of all", metavar="FILE"
@@ -115,22 +133,15 @@ class SampleFlags:
         None, "the same of their last frame, where that is given too", metavar="FILE"
     )
     output: Path = _flag(MISSING, "folder for the pictures")
-    height: int | None = _flag(None, "pixels; default what the pipeline was made for")
-    width: int | None = _flag(None, "pixels; default what the pipeline was made for")
-    num_frames: int | None = _flag(None, "4k+1, 1 is an image; default what a student was made for, else 1")
     steps: int | None = _flag(None, "sampling steps; default those that a student is trained for, else 40")
     guidance_scale: float = _flag(1.0, "1 for a student that has it folded in")
     guidance_scale_2: float | None = _flag(None, "of the low-noise expert; default --guidance_scale")
     negative_prompt: str | None = _flag(None, "of guidance above 1; default none")
-    seed: int = _flag(0, FIRST_SEED)
-    teacher_deepspeed_config: str = _flag("auto", PLACED, metavar="FILE")
-    context_parallel: int = _flag(1, SHARED)
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = _flag("auto", AUTO_DTYPE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateFlags:
-    """Flags of `evaluate`; None is what the student was made with."""
+class EvaluateFlags(DrawingFlags):
+    """Flags of `evaluate`."""
 
     student: str | None = _flag(
         None,
@@ -138,15 +149,9 @@ class EvaluateFlags:
         names=("--student_path", "--student"),
         dest="student",
     )
-    lora: list[str] | None = _flag(None, LORA, metavar="FILE")
-    strength: float = _flag(1.0, "factor of these LoRA files")
     teacher_path: str | None = _flag(None, "default: the one it was distilled from")
-    teacher_deepspeed_config: str = _flag("auto", PLACED, metavar="FILE")
     prompts: list[str] = _flag(["tiny:held_out"], "texts, or one file of prompts")
     num_prompts: int = _flag(64, "spread evenly over those given")
-    height: int | None = _flag(None, "default: what the student was made with")
-    width: int | None = _flag(None, "default: what the student was made with")
-    num_frames: int | None = _flag(None, "default: what the student was made with")
     steps: list[int] | None = _flag(
         None,
         "sampling steps of both; of several numbers (1 2 4 40) also a table and a picture by steps; "
@@ -158,10 +163,7 @@ class EvaluateFlags:
     clip_path: Path | None = _flag(None, "a CLIP folder of transformers: scores with it too")
     quick: bool = _flag(False, "draw each prompt once: no floor, no variety")
     batch: int = _flag(8, "prompts drawn at once, or fewer where memory is short")
-    seed: int = _flag(0, FIRST_SEED)
     output: Path | None = _flag(None, "folder; default: next to the student")
-    context_parallel: int = _flag(1, SHARED)
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = _flag("auto", AUTO_DTYPE)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,18 @@
 """`wandistiller plan`: memory, disk and least time of a run, on this machine or one described by flags."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from wandistiller.cli.flags import PlanFlags
-from wandistiller.cli.plan_report import cost, duration, report
-from wandistiller.cli.plan_verdict import Planned, Recommended, adapters_of, verdict
+from wandistiller.cli.plan_report import (
+    Planned,
+    Recommended,
+    adapters_of,
+    cost,
+    duration,
+    report,
+    verdict,
+)
 from wandistiller.config.job import Job
 from wandistiller.config.recipe import recipe_of
 from wandistiller.config.stages import read_jobs
@@ -21,6 +27,7 @@ from wandistiller.planner.time import Rates, Times, override_rates, usual_rates
 from wandistiller.utils.errors import ConfigError, folder_problems, problem
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB
+from wandistiller.utils.validation import types_of, value_problems
 
 MACHINE = ("nodes", "gpus", "gpu_memory", "gpu_name", "host_memory", "disk")
 """Flags that describe a machine other than this one."""
@@ -109,21 +116,14 @@ def _of_run(
 
 
 def _problems(flags: PlanFlags) -> list[str]:
-    def wrong() -> Iterator[tuple[str, str]]:
-        for key, least in {"gpus": 0, "nodes": 1}.items():
-            if (number := getattr(flags, key)) is not None and number < least:
-                yield key, f"Write {least} or more."
-        if flags.gpus == 0 and flags.gpu_memory is not None:
-            yield "gpu_memory", "`--gpus 0` has none; remove one of the two."
-        if flags.price_per_gpu_hour is not None and not 0 <= flags.price_per_gpu_hour < 1e6:
-            yield "price_per_gpu_hour", "Write a price of 0 or more."
-        for key in ("gpu_memory", "host_memory", "disk"):
-            if (gib := getattr(flags, key)) is not None and not 0 < gib < 1e7:
-                yield key, "Write GiB over 0."
-        if flags.recommend and flags.recommend.exists():
-            yield "recommend", "It is there already, and is not overwritten. Name a new file, or delete it."
-
-    problems = [problem("command line", key, getattr(flags, key), remedy) for key, remedy in wrong()]
+    named = {key: value for key, value in vars(flags).items() if value is not None}
+    problems = value_problems("command line", named, types_of(PlanFlags))
+    if flags.gpus == 0 and flags.gpu_memory is not None:
+        remedy = "`--gpus 0` has none; remove one of the two."
+        problems.append(problem("command line", "gpu_memory", flags.gpu_memory, remedy))
+    if flags.recommend and flags.recommend.exists():
+        remedy = "It is there already, and is not overwritten. Name a new file, or delete it."
+        problems.append(problem("command line", "recommend", flags.recommend, remedy))
     return problems + (folder_problems("recommend", flags.recommend.parent) if flags.recommend else [])
 
 

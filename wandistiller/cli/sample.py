@@ -14,7 +14,7 @@ from wandistiller.evaluation.candidates import (
     read_items,
     reader_of,
 )
-from wandistiller.planner.sampling import choose, read_placed
+from wandistiller.planner.sampling import Drawing, choose, read_placed
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.utils.errors import ConfigError, collecting, folder_problems, inside_problems
 
@@ -27,7 +27,7 @@ def run(flags: SampleFlags) -> None:
     for line in [*model.lines, *sampling.guidance_lines(model.facts, settings)]:
         collectives.log0("%s", line)
     sharers = flags.context_parallel
-    placement, _ = choose(placement, [model.folder], settings, 1, sharers)
+    placement, _ = choose(placement, Drawing([model.folder], settings, 1, sharers))
     ranks = Ranks.in_groups_of(sharers)
     files = draw_samples.sample(model, items, flags.output, settings, flags.seed, placement, ranks)
     collectives.show(*files)

@@ -9,8 +9,7 @@ from wandistiller.config.identity import require_same
 from wandistiller.config.job import Job
 from wandistiller.config.recipe import read_recipe
 from wandistiller.config.run_config import RunConfig
-from wandistiller.config.stage_order import latents_problems
-from wandistiller.config.stages import read_jobs, whole_output
+from wandistiller.config.stages import latents_problems, read_jobs, whole_output
 from wandistiller.config.summary import precision_lines, summary
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import emulates_bf16, make_deterministic
@@ -18,7 +17,7 @@ from wandistiller.distributed.shutdown import STOP, stopping
 from wandistiller.export.output import check_ends
 from wandistiller.planner.disk import HELPS, Shortages, fetch_problems, log_disk_use, shortages
 from wandistiller.planner.resolve_auto import decide_auto
-from wandistiller.utils.errors import ConfigError, collecting
+from wandistiller.utils.errors import ConfigError, Problem, collecting
 from wandistiller.utils.files import delete_leftovers, lock
 from wandistiller.utils.logging import add_log_file, setup_logging
 
@@ -44,16 +43,10 @@ def run(command: str, flags: RunFlags, failures: Failures) -> None:
         return
     first, output = collectives.rank() == 0, whole_output(stages)
     _require_weights(stages)
-    with collectives.raise_on_all_ranks():
-        if problems := latents_problems(stages):
-            raise ConfigError(*problems)
-    with collectives.raise_on_all_ranks():
-        if command == "train" and first:
-            check_ends(stages, output)
     short = shortages(stages, preparing=command == "prepare")
     with collectives.raise_on_all_ranks():
-        if refused := _refused(short, of_all):
-            raise ConfigError(*refused)
+        if problems := _problems(stages, command) + _refused(short, of_all):
+            raise ConfigError(*problems)
     for line in collectives.gather_problems([line for lines in short for line in lines]):
         collectives.log0("%s", line, level=logging.WARNING)
     with collectives.raise_on_all_ranks():  # once no rank finds anything wrong
@@ -90,6 +83,15 @@ def _require_weights(stages: list[Job]) -> None:
                 folder.require_weights()
 
 
+def _problems(stages: list[Job], command: str) -> list[Problem]:
+    """List latents of other teachers and, on rank 0, ends of runs that cannot be written."""
+    problems = latents_problems(stages)
+    if command == "train" and collectives.rank() == 0:
+        with collecting(problems):
+            check_ends(stages, whole_output(stages))
+    return problems
+
+
 def _refused(short: Shortages, run: RunConfig) -> list[str]:
     """Return the memory for whose lack the run does not start, if nobody insists on it, and what helps."""
     return [*short.far, HELPS] if short.far and not run.despite_plan else []
@@ -106,6 +108,7 @@ def _dry_run(stages: list[Job], command: str) -> None:
         for line in [*summary(job), *precision_lines(job)]:
             collectives.log0(line)
     log_disk_use(stages[-1])
+    short = shortages(stages, preparing=command == "prepare")
     with collectives.raise_on_all_ranks():
         problems = []
         for job in stages:
@@ -113,13 +116,8 @@ def _dry_run(stages: list[Job], command: str) -> None:
             if not job.folder.revision:  # the run itself fetches those of a hub id
                 with collecting(problems):
                     job.folder.require_weights()
-        problems += latents_problems(stages)
-        if command == "train":
-            with collecting(problems):
-                check_ends(stages, whole_output(stages))
-        short = shortages(stages, preparing=command == "prepare")
-        refused = _refused(short, stages[0].run)
-        if lacking := [*refused, *short.of_disk]:
+        problems += _problems(stages, command)
+        if lacking := [*_refused(short, stages[0].run), *short.of_disk]:
             problems += [*lacking, ELSEWHERE]
         if problems:
             raise ConfigError(*dict.fromkeys(problems))

@@ -32,11 +32,8 @@ from wandistiller.utils.errors import RECIPE, Problem, folder_problems, inside_p
 
 def own_problems(run: RunConfig, *, here: bool) -> list[str]:
     """List problems of single settings that need no other part of the run."""
-    problems, at = [], run.profile_memory
-    if at and run.max_steps and at > run.max_steps:
-        text = f"the run ends with step {run.max_steps}. Write a step of it."
-        problems.append(f"`profile_memory` is {at}, but {text}")
-    if at and here and not device.can_record_allocations():
+    problems = []
+    if run.profile_memory and here and not device.can_record_allocations():
         remedy = "Leave it out; OUTPUT/memory.json has the peaks of CPU memory by phase."
         problems.append(f"`profile_memory` records the memory of a GPU, and there is none here. {remedy}")
     remedy = f"Write keys among: {', '.join(CHANGEABLE)}."

@@ -67,8 +67,8 @@ def identity(job: Job) -> dict[str, Any]:
 
 def inputs(job: Job) -> dict[str, Any]:
     """Return what a resumed run must share too, and checkpoints of before the first release have not."""
-    folder, engine = job.folder, job.student_engine
-    known = {"teacher_dtype": job.teacher.engine.precision, "torch_autocast": engine.autocast}
+    folder = job.folder
+    known = {"teacher_dtype": job.teacher.engine.precision}
     # those of a hub id may not be here yet, but its commit is the teacher's
     parts = {} if folder.revision else folder.parts
     return known | {part: fingerprint(folders) for part, folders in parts.items()}

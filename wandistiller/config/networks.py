@@ -8,8 +8,8 @@ from typing import Any
 from wandistiller.batch import STUDENT
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.start import Start
-from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides
-from wandistiller.engine.ds_schema import LENGTHS, LOWEST, PEAKS, STEP_SIZE
+from wandistiller.engine.ds_overrides import apply_overrides
+from wandistiller.engine.ds_schema import PEAKS
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.experts import Expert
 from wandistiller.network.adapters import Lora
@@ -268,17 +268,11 @@ def _derived(engine: EngineConfig, role: Role) -> EngineConfig:
     The schedule has the student's shape: its lowest rate is the same share of its highest, and its parts end
     at the same steps of the run, but for `warmup_num_steps`, which count the role's own updates.
     """
-    rates, engine = engine.section("scheduler.params"), apply_overrides(engine, EngineOverrides(lr=role.lr))
-    schedule, kind = engine.section("scheduler.params"), engine.schedule
-    if role.lr is not None and (highest := rates.get(PEAKS.get(kind))):
-        schedule |= {key: rates[key] * role.lr / highest for key in LOWEST & rates.keys()}
-    if kind == "onecycle":
-        first = schedule.setdefault("cycle_first_step_size", STEP_SIZE)
-        schedule.setdefault("cycle_second_step_size", first)
-    if kind == "lrrangetest":
-        schedule.setdefault("lr_range_test_step_size", STEP_SIZE)
-    for key in LENGTHS & schedule.keys():
-        schedule[key] *= role.updates
-    for key in {"total_num_steps", "cycle_first_step_size"} & schedule.keys():
-        schedule[key] += role.warmup
+    rates, engine = engine.section("scheduler.params"), apply_overrides(engine, lr=role.lr)
+    schedule = engine.section("scheduler.params")
+    highest = rates.get(PEAKS.get(engine.schedule))
+    if role.lr is not None and highest and "warmup_min_lr" in rates:
+        schedule["warmup_min_lr"] = rates["warmup_min_lr"] * role.lr / highest
+    if "total_num_steps" in schedule:
+        schedule["total_num_steps"] = schedule["total_num_steps"] * role.updates + role.warmup
     return engine

@@ -1,27 +1,35 @@
-"""Stages of a recipe, checked: runs that follow each other, each from the student of the one before."""
+"""Stages of a recipe, checked: runs that follow each other, each from the student of the one before.
+
+Each goes on from what those before it have left: their few steps, base and latents.
+"""
 
 import dataclasses
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from operator import eq
 from pathlib import Path
+from typing import NamedTuple
 
 from wandistiller.batch import PATH
 from wandistiller.checkpoint import manifest
 from wandistiller.checkpoint.loading import read_state
 from wandistiller.config import identity
+from wandistiller.config.adapter_files import start_bases, start_files
 from wandistiller.config.job import Job
 from wandistiller.config.recipe import ENGINE, TEACHER, Recipe, in_stages
 from wandistiller.config.run_config import AUTO, RunConfig
-from wandistiller.config.stage_order import order_problems
 from wandistiller.config.start import DONE, recorded_stages
 from wandistiller.config.validate import read_job
 from wandistiller.engine.ds_json import DeepSpeedJson
+from wandistiller.experts import Expert
+from wandistiller.flow import EULER, FewSteps
+from wandistiller.network.folder import Folder
 from wandistiller.objectives.objective import read_objective
 from wandistiller.teacher.strategies import strategies
-from wandistiller.utils.errors import ConfigError, Problem
-from wandistiller.utils.files import read_json, write_json
+from wandistiller.utils.errors import RECIPE, ConfigError, Problem
+from wandistiller.utils.files import TINY, ends_of_files, read_json, write_json
+from wandistiller.wan.pipeline import open_wan
 
 
 def read_jobs(recipe: Recipe, world: int, *, here: bool = True, emulated: bool | None = None) -> list[Job]:
@@ -140,3 +148,152 @@ def write_resolved(stages: list[Job]) -> None:
         folders |= {"sample_dir": str(Path(pictures).parent)} if pictures else {}
         runs = {job.stage: identity.settings_as_run(job) for job in stages}
         write_json(output / "resolved" / "run.json", in_stages(runs, folders))
+
+
+class Trained(NamedTuple):
+    """The sampler that an expert is trained for, None if it is not known; in words; whose training it was."""
+
+    few: FewSteps | None
+    sampler: str = ""
+    whose: str = ""
+
+
+def order_problems(stages: list[Job]) -> dict[Problem, str]:
+    """Return problem -> stage, of stages that do not go on from what those before have left.
+
+    An expert is of few steps as the last stage made it that trained it for few, or the run that the first
+    one starts from. Both must agree at the end, and where samples begin with the high-noise expert; so one
+    may be refined for fewer steps, and then the other. A stage that has begun goes on in any order.
+    """
+    problems: dict[Problem, str] = {}
+    trained, last = _trained_before(stages[0]), [job for job in stages if job.schedule.few][-1:]
+    for number, job in enumerate(stages):
+        texts, others = [*_other_sampler(job, trained, is_last=job in last)], []
+        if not (job.resume_from or job.is_spent):
+            texts += _other_order(job, trained, stages[:number], stages[number + 1 :])
+            others = filter(None, [_base_problem(job), _ignored_start_problem(job, stages[:number])])
+        of_objective = [Problem(f"`objective` {text}", RECIPE, "objective") for text in texts]
+        problems |= dict.fromkeys([*of_objective, *others], job.stage)
+        if few := job.schedule.few:
+            sampler = _sampler(job.objective.sampling_steps, few, job.run.shift)
+            trained |= dict.fromkeys(job.networks.learning, Trained(few, sampler, f"stage {job.stage}"))
+    return problems
+
+
+def _trained_before(first: Job) -> dict[Expert, Trained]:
+    """Return the experts of few steps that a recipe's first stage begins with."""
+    facts, is_new = first.start and first.start.facts, first.student.init in ("teacher", "random")
+    if not facts:
+        base = start_bases(first).get(Expert.HIGH_NOISE)
+        begins = not is_new or any(file.is_for(base) for file in start_files(first) if base)
+        return {Expert.HIGH_NOISE: Trained(None)} if begins else {}
+    if not facts.few_steps:
+        return {}
+    few = FewSteps(tuple(facts.few_steps), facts.boundary, facts.sampler or EULER)
+    whose = f"the run {first.start.folder}, which `init` names,"
+    made = Trained(few, _sampler(facts.steps, few, facts.shift), whose)
+    expert = Expert.of_key(facts.trained_expert)
+    return {Expert.HIGH_NOISE: Trained(None)} | ({expert: made} if expert else {})
+
+
+def _sampler(steps: int, few: FewSteps, shift: float) -> str:
+    return f"{steps} steps ({few.sampler}, shift {shift:g})"
+
+
+def _other_sampler(job: Job, trained: dict[Expert, Trained], *, is_last: bool) -> Iterator[str]:
+    """Say that an expert is trained for another sampler than the other one has."""
+    expert, few = job.objective.trained_expert, job.schedule.few
+    other = next(each for each in Expert if each is not expert)
+    before = trained.get(other, Trained(None))
+    if expert and few and before.few not in (None, few) and (is_last or expert is not Expert.HIGH_NOISE):
+        sampler = _sampler(job.objective.sampling_steps, few, job.run.shift)
+        yield (
+            f"trains the {expert.in_words} for {sampler}, but {before.whose} the {other.in_words} for "
+            f"{before.sampler}. One sampler draws with both: write the same steps, sampler and shift."
+        )
+
+
+def _other_order(
+    job: Job, trained: dict[Expert, Trained], before: list[Job], after: list[Job]
+) -> Iterator[str]:
+    """Say that a stage comes before what its samples begin with, or makes a student of few steps another."""
+    if job.objective.trained_expert is Expert.LOW_NOISE and Expert.HIGH_NOISE not in trained:
+        few = (stage for stage in after if stage.schedule.few)
+        later = [stage.stage for stage in few if Expert.HIGH_NOISE in stage.networks.learning]
+        remedy = 'Train that first, by "expert": "high_noise"'
+        remedy = f"Put stage {later[0]} before this one" if later else remedy
+        yield (
+            "trains the low-noise expert, whose samples begin with the high-noise expert, and that is not "
+            f"trained for few steps yet. {remedy}."
+        )
+    few = next((stage for stage in before if stage.schedule.few), None)
+    if few and not job.schedule.few:
+        yield (
+            f"is for any number of sampling steps, and stage {few.stage} has trained the student for "
+            f"{few.objective.sampling_steps}. Put this stage before it."
+        )
+
+
+def _base_problem(job: Job) -> Problem | None:
+    """Return the problem of a run that goes on from adapters of the teacher, and not on their base."""
+    start = job.start
+    if not (start and start.facts.bases) or job.run.lora is None and not job.previous:
+        return None
+    whose, remedy = f"the run {start.folder}", "Give the teacher of that run."
+    if job.previous:
+        whose, remedy = f"stage {job.previous.stage}", "Write it once, outside of `stages`."
+    if job.run.lora is None:
+        key, text = "lora", f"is missing, and {whose} trains adapters: this one would train all weights of "
+        text += "a copy of the teacher"
+    elif start.teacher == job.folder.identity:
+        return None
+    else:
+        is_same_style = (start.facts.teacher_lora or []) == (job.run.teacher_lora or [])
+        key = "teacher_path" if is_same_style else "teacher_lora"
+        text = f"gives another teacher than that of {whose}, whose adapters this run begins with: each role "
+        text += "would need a copy of the whole network"
+    return Problem(f"`{key}` {text}. {remedy}", RECIPE, key)
+
+
+def _ignored_start_problem(job: Job, before: list[Job]) -> Problem | None:
+    """Return the problem of a stage with a start for adapters that begin with those of the stage before."""
+    named = (job.run.lora or {}).get("start")
+    if not named or not before or named in [(stage.run.lora or {}).get("start") for stage in before]:
+        return None
+    text = f"`lora.start` is {named}, but the adapters of this stage begin with those of stage "
+    text += f'{before[-1].stage}. Write it in the first stage, of two experts {{"high_noise": FILE, '
+    return Problem(f'{text}"low_noise": FILE}}.', RECIPE, "lora.start")
+
+
+def latents_problems(stages: list[Job]) -> list[str]:
+    """List the runs whose teacher has another VAE or hand-over than their student's."""
+    problems = []
+    for job in stages:
+        if not (before := _pipeline_before(job)):
+            continue
+        vaes = [
+            [ends for name, *ends in ends_of_files([folder.path / "vae"]) if name.endswith(".safetensors")]
+            for folder in (before, job.folder)
+        ]
+        other = ["VAE"] * (all(vaes) and vaes[0] != vaes[1])  # both are here
+        if job.student.experts == "two" and before.boundary not in (None, job.folder.boundary):
+            other.append(f"boundary_ratio ({before.boundary}, here {job.folder.boundary})")
+        if other:
+            text = f"`teacher_path` is {job.folder.name}, but the student that it starts from was made with "
+            text += f"{before.name}, which has another {', '.join(other)}. A student cannot change these: "
+            text += f"give a teacher that has them too, such as {before.name}."
+            problems.append(Problem(text, stage=job.stage))
+    return problems
+
+
+def _pipeline_before(job: Job) -> Folder | None:
+    """Return the pipeline whose latents the student was trained with, if it is on this machine."""
+    if job.previous:
+        return job.previous.folder
+    name = job.start.facts.teacher_path if job.start else job.student.init
+    if name not in TINY and not ((Path(name) / "model_index.json").is_file() or Path(name).suffix == ".json"):
+        return None
+    try:
+        return open_wan(name)
+    except ConfigError:
+        return None

@@ -14,7 +14,7 @@ from wandistiller.data.dataset import WITH_IMAGES, PromptDataset, read_dataset
 from wandistiller.data.lines import clean
 from wandistiller.engine.ds_config import load, shipped_json, student_engine
 from wandistiller.engine.ds_json import DeepSpeedJson
-from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides, fill_auto
+from wandistiller.engine.ds_overrides import OVERRIDES, apply_overrides, fill_auto
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.preflight import config_problems
 from wandistiller.network.adapters import Lora
@@ -26,7 +26,6 @@ from wandistiller.teacher.quantized import missing_problems
 from wandistiller.teacher.strategies import strategies, teacher_file
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.errors import RECIPE, ConfigError, Place, Problem, collecting, readable
-from wandistiller.utils.files import SHIPPED
 from wandistiller.wan.added_lora import read_added, with_experts
 from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.transformer_config import TransformerConfig
@@ -68,7 +67,7 @@ def read_job(
         objective = read_objective(run.objective)
     with collecting(problems):  # with what depends on the student and the data left open
         json = _overridden(_opened(run, ENGINE, origins), run)
-        batch = _engine(json, replicas, TransformerConfig.usual(), steps=1, here=here).batch
+        batch = _engine(json, replicas, steps=1, here=here).batch
     with collecting(problems):
         teacher = _teacher(_opened(run, TEACHER, origins), run, world, here=here)
     if problems := problems + own_problems(run, here=here):
@@ -80,7 +79,7 @@ def read_job(
         items=items,
         student=student,
         student_transformer=transformer,
-        student_engine=_engine(json, replicas, transformer, steps=whole.max_steps, here=here),
+        student_engine=_engine(json, replicas, steps=whole.max_steps, here=here),
         teacher=teacher,
         objective=objective,
         resume_from=None,
@@ -102,13 +101,7 @@ def _opened(run: RunConfig, setting: str, origins: dict[str, str]) -> DeepSpeedJ
         source = teacher_file(source)
     elif setting == ENGINE and source == AUTO:
         source = DEFAULT_ENGINE
-    shipped = {STUDENT: _shipped("students"), ENGINE: [AUTO, *_shipped("student")], TEACHER: strategies()}
-    return load(source, shipped[setting], origins.get(setting, RECIPE))
-
-
-def _shipped(folder: str) -> list[str]:
-    """List the JSONs of a folder of ds_configs, as recipes name them."""
-    return [f"ds_configs/{folder}/{file.name}" for file in sorted((SHIPPED / folder).glob("*.json"))]
+    return load(source, origins.get(setting, RECIPE))
 
 
 def _read_folder(run: RunConfig) -> Folder:
@@ -155,18 +148,14 @@ def _overridden(json: DeepSpeedJson, run: RunConfig) -> DeepSpeedJson:
     if isinstance(chosen, AutoOf) or AUTO in (chosen, json.raw.get(ZERO)):
         json = json.replaced(**{ZERO: shipped_json(DEFAULT_ENGINE).raw[ZERO]})
         json = dataclasses.replace(json, is_open=True)
-    settings = {field.name: getattr(run, field.name) for field in dataclasses.fields(EngineOverrides)}
-    changed = apply_overrides(json, EngineOverrides(**settings))
+    changed = apply_overrides(json, **{setting: getattr(run, setting) for setting in OVERRIDES})
     # values of the default one are no user's
     return dataclasses.replace(changed, overridden=()) if json.where == DEFAULT_ENGINE else changed
 
 
-def _engine(
-    json: DeepSpeedJson, ranks: int, transformer: TransformerConfig, steps: int, *, here: bool
-) -> EngineConfig:
+def _engine(json: DeepSpeedJson, ranks: int, *, steps: int, here: bool) -> EngineConfig:
     """Check the student's DeepSpeed JSON, with "auto" filled, for so many `ranks` of different samples."""
     engine = student_engine(fill_auto(json, steps), ranks)
-    engine = engine.with_number_of_checkpoints(transformer.num_layers, transformer.parts)
     if problems := config_problems(engine, here=here):
         raise ConfigError(*problems)
     return engine
@@ -208,5 +197,5 @@ def _complete(run: RunConfig, folder: Folder, items: PromptDataset, samples: int
         teacher_dtype=None,
         teacher_lora=folder.added_settings or None,
         lora=run.lora if run.lora != {} else {"rank": Lora().rank},
-        **dataclasses.asdict(EngineOverrides()),
+        **dict.fromkeys(OVERRIDES),
     )

@@ -21,7 +21,6 @@ from wandistiller.distributed.device import (
     device,
     nccl_version,
     on_accelerator,
-    require_own_gpu,
     take_gpu,
 )
 from wandistiller.distributed.meeting import Meeting
@@ -107,7 +106,6 @@ def _init_backend(store: Store) -> None:
     # DeepSpeed's groups take no other timeout (0.19.8)
     for default in ("default_pg_timeout", "default_pg_nccl_timeout"):
         setattr(dist.distributed_c10d, default, COLLECTIVE_TIMEOUT)
-    require_own_gpu(dist.PrefixStore("gpus", store), rank(), world_size())
     dist.init_process_group(
         name,
         store=dist.PrefixStore("default_pg", store),
@@ -175,12 +173,6 @@ def destroy() -> None:
         watchdog = Watchdog()
 
 
-def is_stop_requested() -> bool:
-    """Return whether any rank received a request to stop, on every rank. Collective, if there are others."""
-    asked = stopping.reason is not None
-    return asked if world_size() == 1 else all_reduce_sum(float(asked)) > 0
-
-
 def raise_if_stop_requested(when: str = "") -> None:
     """End the run here if any rank received a request to stop. Collective, if there are others.
 
@@ -190,7 +182,8 @@ def raise_if_stop_requested(when: str = "") -> None:
     Raises:
         Stopped: on all ranks.
     """
-    if is_stop_requested():
+    asked = float(stopping.reason is not None)
+    if asked if world_size() == 1 else all_reduce_sum(asked):
         raise Stopped(when or f"in: {current.activity} (what was finished is kept)")
 
 

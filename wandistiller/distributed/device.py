@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from torch.distributed import Store
 
 from wandistiller.utils.errors import ConfigError
 
@@ -62,24 +61,12 @@ def name() -> str:
     return torch.get_device_module(kind()).get_device_name(local_rank()) if on_accelerator() else ""
 
 
-def identity() -> str:
-    """Return what identifies this rank's accelerator among all of the world; empty if nothing does."""
-    if not on_accelerator():
-        return ""
-    properties = torch.get_device_module(kind()).get_device_properties(local_rank())
-    return str(getattr(properties, "uuid", ""))
-
-
 def default_backend() -> str:
     return get_accelerator().communication_backend_name() if on_accelerator() else "gloo"
 
 
 def nccl_version() -> str:
     return ".".join(map(str, torch.cuda.nccl.version()))
-
-
-def supports_fp16() -> bool:
-    return get_accelerator().is_fp16_supported()
 
 
 def has_bf16_gpu() -> bool:
@@ -211,26 +198,3 @@ def take_gpu() -> None:
         made_for = f"torch {torch.__version__} is built for {title()} {version()}"
         remedy = "Update the driver, or install a torch for it (https://pytorch.org/get-started)."
         raise ConfigError(f"{title()} does not start: {reason}. {made_for}. {remedy}") from None
-
-
-def require_own_gpu(store: Store, rank: int, world: int) -> None:
-    """Compare the ranks' GPUs through the store, before NCCL would end or hang. Collective.
-
-    Raises:
-        ConfigError: on every rank, if two compute on the same GPU.
-    """
-    store.set(f"gpu/{rank}", identity() or "none")
-    ranks_of: dict[str, list[int]] = {}
-    for other in range(world):
-        ranks_of.setdefault(store.get(f"gpu/{other}").decode(), []).append(other)
-    problems = [
-        f"Ranks {', '.join(map(str, ranks))} compute on the same GPU, {uuid}. Start one rank a GPU: with "
-        "--num_gpus, with CUDA_VISIBLE_DEVICES, or with srun's --gpus-per-task and --gpu-bind."
-        for uuid, ranks in ranks_of.items()
-        if len(ranks) > 1 and uuid != "none"
-    ]
-    if problems:
-        store.set(f"gpu_compared/{rank}", "")
-        if rank == 0:  # the store ends with this process, and the others may still read
-            store.wait([f"gpu_compared/{other}" for other in range(world)])
-        raise ConfigError(*problems)

@@ -6,14 +6,10 @@ import signal
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import psutil
-
-from wandistiller.distributed.launchers import MARKS
 from wandistiller.utils import interrupts
 from wandistiller.utils.logging import IN_EVERY_STEP, current, log, log_to_file
 
@@ -24,10 +20,7 @@ SAME_REQUEST_SECONDS = 3.0
 ENDS_AT = 3
 """Number of requests by one signal at which a process ends without saving."""
 TORCHRUN = ("torchrun", "torch.distributed.run", "torch/distributed/run")
-LAUNCHERS = ("deepspeed", *TORCHRUN, "mpirun", "mpiexec", "orted", "hydra_pmi_proxy")
-ONE_START = 1.0
-"""Greatest number of seconds between the starts of a container's first process and of its only program; a
-launcher in between takes longer, as it imports torch."""
+LAUNCHERS = ("deepspeed", *TORCHRUN, "accelerate", "mpirun", "mpiexec", "orted", "hydra_pmi_proxy")
 STOP = "STOP"
 
 
@@ -57,11 +50,6 @@ class ShutdownListener:
         pid, command = self._launchers[-1] if self._launchers else (0, "")  # the outermost
         # deepspeed has two, of which the first starts the second
         lost = "deepspeed.launcher.launch" in command and interrupts.process_stat(pid)[1] == 1
-        # one of another name, or none any more
-        if not self._launchers and any(name in os.environ for name in MARKS.values()):
-            parent = os.getppid()
-            lost = _is_adopted(parent)
-            self._launchers = [(parent, _command_line(parent))] if parent and not lost else []
         if lost:
             self.request_stop("the end of its launcher")
 
@@ -120,7 +108,6 @@ class ShutdownListener:
             _say(f"{number.name}: once more ends it now, without saving")
         else:
             _say(f"ended by {number.name}, without saving")
-            interrupts.end_compilers()
             os._exit(128 + number)
 
     def request_stop(self, reason: str, remark: str = "") -> None:
@@ -134,8 +121,6 @@ class ShutdownListener:
             left = current.due - time.monotonic()
             what += f", about {left:.0f} s" if left > 0 else ""
             _say(f"{reason}: stopping after {what}{remark}")
-            if reason not in [number.name for number in interrupts.SIGNALS]:  # which interrupt it themselves
-                interrupts.interrupt_build()
 
     def poll(self) -> None:
         """Check the requests that send no signal: the stop file, and launchers that have ended."""
@@ -173,24 +158,6 @@ def _launchers() -> list[tuple[int, str]]:
             launchers.append((pid, command))
         _, pid = interrupts.process_stat(pid)
     return launchers
-
-
-def _is_adopted(parent: int) -> bool:
-    """Return whether `parent` is what the system gives to a process that has lost its own.
-
-    That is process 1, or a user's systemd. But process 1 may have started this one: as a launcher, which is a
-    Python program, or as the first of a container for this rank alone, right after its own start. Process 2
-    is its child whatever the time between, as there was no other that could have started it.
-    """
-    program = _command_line(parent).partition("\0")[0].rpartition("/")[2]
-    if parent != 1 or program.startswith("python"):
-        return program == "systemd"
-    if os.getpid() == 2:
-        return False
-    with suppress(psutil.Error):  # process 1 may be hidden
-        first, this = (psutil.Process(pid).create_time() for pid in (1, os.getpid()))
-        return this - first > ONE_START
-    return True
 
 
 def _command_line(pid: int) -> str:

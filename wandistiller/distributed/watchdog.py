@@ -21,16 +21,14 @@ from torch.distributed import TCPStore
 
 from wandistiller.distributed.shutdown import stopping
 from wandistiller.utils import interrupts
-from wandistiller.utils.logging import current, log, log_to_file, set_activity
+from wandistiller.utils.logging import current, log_to_file, set_activity
 
 HANG_SECONDS = 1800.0
 """Time without progress on any rank after which a run counts as hung; the recipe key `timeout` changes it."""
 POLL_SECONDS = 1.0
 HEARTBEAT_SECONDS = 2.0
-LOST_SECONDS = 60.0
-"""Time without a heartbeat from a rank's process after which it is named."""
 GONE_SECONDS = 180.0
-"""The same after which it counts as dead: one that was suspended for less goes on."""
+"""Time without a heartbeat from a rank's process after which it counts as dead, and not as suspended."""
 GRACE_SECONDS = 5.0
 """Time for the other ranks to end by themselves after one has failed."""
 FAULT, AGAIN = 1, 75
@@ -61,8 +59,6 @@ class Watchdog:
         """Seconds in which this process was not suspended, and when they were last counted."""
         self._seen: dict[int, tuple[float, float]] = {}
         """Rank -> times of its last heartbeat and of its last progress, by `_awake`."""
-        self._silent: set[int] = set()
-        """Ranks that were named because of their silence."""
         self._beats: dict[int, dict[str, Any]] = {}
         """Rank -> its last heartbeat."""
         self.failure_context: Callable[[FailureNotice], str] = lambda notice: (
@@ -179,9 +175,6 @@ class Watchdog:
             beat, last = json.loads(self._store.get(f"beat/{rank}")), self._beats.get(rank)
             now = self._awake
             if last is None or beat["at"] != last["at"]:
-                if rank in self._silent:
-                    self._silent.remove(rank)
-                    log.warning("Rank %d is back; the run goes on.", rank)
                 advanced = last is None or beat["progress"] != last["progress"]
                 self._seen[rank] = (now, now if advanced else self._seen[rank][1])
                 self._beats[rank] = beat
@@ -201,10 +194,6 @@ class Watchdog:
         for rank, (heartbeat, _) in self._seen.items():
             if now - heartbeat > GONE_SECONDS:
                 return self._publish(self._lost(rank))
-            if now - heartbeat > LOST_SECONDS and rank not in self._silent:
-                self._silent.add(rank)
-                text = "Rank %d has been silent for %.0f s: is it suspended? After %.0f s the run ends."
-                log.warning(text, rank, now - heartbeat, GONE_SECONDS)
         if any(now - progress <= self.timeout for _, progress in self._seen.values()):
             return None
         behind = min(self._beats, key=lambda r: self._beats[r]["progress"])
@@ -234,7 +223,6 @@ class Watchdog:
         print(text, file=sys.stderr, flush=True)
         log_to_file(text)
         tell_torchrun(text)
-        interrupts.end_compilers()
         os._exit(notice.code)
 
     def message(self, notice: FailureNotice) -> str:

@@ -1,6 +1,5 @@
-"""torch.compile in this process: its settings, the seconds that it takes, and where it gives up."""
+"""torch.compile in this process: its settings, and the seconds that it takes."""
 
-import logging
 import os
 import sys
 import sysconfig
@@ -10,7 +9,6 @@ from shutil import which
 from typing import Any
 
 from wandistiller.distributed import collectives
-from wandistiller.utils.logging import log
 
 VARIANTS = 32
 """Most variants of a block: some for each size, which student and critic share. torch's own limit is 8."""
@@ -35,21 +33,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     # a compiler that fails after hours of preparation ends no run
     torch._dynamo.config.suppress_errors = True
     torch._inductor.config.emulate_precision_casts = True
-    logging.getLogger("torch._dynamo.convert_frame").addFilter(_in_words)  # once, as in `drop_noise`
     return torch.compile(function)
-
-
-def _in_words(record: logging.LogRecord) -> bool:
-    """Log in one line that blocks stay eager, in place of torch's own warning; let other records pass."""
-    if "hit config." in record.msg:
-        text = "compile   torch gives up after %s variants of a block: it computes further ones eagerly (%s)"
-        log.warning(text, record.args[1], str(record.args[3]).strip().partition("\n")[0])
-    elif "WON'T CONVERT" in record.msg:
-        why = record.msg.partition("\n\nSet TORCHDYNAMO")[0].strip().rpartition("\n")[2]
-        log.warning("compile   torch cannot compile a block: it computes it eagerly (%s)", why)
-    else:
-        return True
-    return False
 
 
 def log_compiled(before: float) -> float:

@@ -1,16 +1,12 @@
 """Reads and checks the two DeepSpeed JSONs; DeepSpeed itself ignores unknown top-level keys (0.19.8)."""
 
 import copy
-import os
-from collections.abc import Iterable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from wandistiller.engine.batch_size import batch_size
 from wandistiller.engine.ds_json import DeepSpeedJson
 from wandistiller.engine.ds_schema import (
-    ADAM,
     BATCH_KEYS,
     BLOCK,
     OPTIMIZERS,
@@ -21,10 +17,9 @@ from wandistiller.engine.ds_schema import (
     params_of,
     section_types,
 )
-from wandistiller.engine.ds_unsupported import INSTEAD, NOT_OFFERED, is_on, student_problems
 from wandistiller.engine.engine_config import RECOMPUTED, CheckpointPolicy, EngineConfig, Kernels
-from wandistiller.utils.errors import RECIPE, ConfigError, closest, nearest, unknown_keys
-from wandistiller.utils.files import read_json, shipped
+from wandistiller.utils.errors import RECIPE, ConfigError, nearest, unknown_keys
+from wandistiller.utils.files import read_json
 from wandistiller.utils.validation import check, types_of, value_problems
 
 # deepspeed 0.19.8 would allocate for 5e8 numbers, 2 GB in float32, however small the student
@@ -36,6 +31,28 @@ LEAN_STAGE_3 = {
     "stage3_prefetch_bucket_size": 20_000_000,
     "stage3_max_reuse_distance": 100_000_000,
 }
+REFUSED = (
+    *("gradient_predivide_factor", "prescale_gradients", "bf16.bf16_master_weights_and_grads"),
+    "fp16.fp16_master_weights_and_grads",
+    *(f"zero_optimization.offload_optimizer.{key}" for key in ("super_offload", "ratio")),
+    "activation_checkpointing.contiguous_memory_optimization",
+    *(
+        f"zero_optimization.zero_quantized_{what}"
+        for what in ("weights", "gradients", "nontrainable_weights")
+    ),
+    *(f"zero_optimization.{key}" for key in ("memory_efficient_linear", "legacy_stage1", "zenflow")),
+    "zero_optimization.stage3_module_granularity_threshold",
+)
+"""Settings of a student that round or delay updates, fail here, or are gone (deepspeed 0.19.8)."""
+NOT_OFFERED = (
+    *("amp", "hybrid_engine", "curriculum_learning", "progressive_layer_drop", "sparse_attention"),
+    *("sparse_gradients", "pipeline", "tensor_parallel", "expert_parallel", "sequence_parallel_size"),
+    *("compression_training", "quantize_training", "weight_quantization", "graph_harvesting", "autotuning"),
+    *("elasticity", "nebula", "datastates_ckpt", "compile", "data_efficiency", "eigenvalue"),
+    *("torch_autocast", "data_types", "flops_profiler"),
+)
+"""Sections of DeepSpeed that fit neither a frozen teacher nor this student, or that it has removed."""
+INSTEAD = "It does not go with these engines. Remove it; ds_configs/README.md has what there is."
 REMARKS = ("_", "/", "#")
 """First characters of keys that hold remarks; so does `comment`."""
 
@@ -46,17 +63,10 @@ def shipped_json(file: str) -> DeepSpeedJson:
     return load(file)
 
 
-def load(source: str | dict[str, Any], named: Iterable[str] = (), where: str = RECIPE) -> DeepSpeedJson:
-    """Read a DeepSpeed JSON, a file or a recipe's object.
-
-    Args:
-        named: shipped ones, as they are named, for the message about one that is not there.
-        where: place of an object.
-    """
+def load(source: str | dict[str, Any], where: str = RECIPE) -> DeepSpeedJson:
+    """Read a DeepSpeed JSON, a file or a recipe's object, whose place is `where`."""
     if isinstance(source, dict):
         return DeepSpeedJson(where, _as_read(source))
-    if problem := _unnamed(source, {Path(name).stem: name for name in named}):
-        raise ConfigError(problem)
     return DeepSpeedJson(source, _as_read(read_json(source)))
 
 
@@ -79,21 +89,6 @@ def _without_remarks(value: Any) -> Any:
     }
 
 
-def _unnamed(source: str, named: dict[str, str]) -> str | None:
-    """Return the problem of a file that is not there, and by its place may be meant for a shipped one.
-
-    Args:
-        named: what to write for each, by the file's name without `.json`.
-    """
-    place = Path(source).parent.parts[:1]
-    if not named or place not in ((), ("ds_configs",)) or os.path.exists(shipped(source)):
-        return None
-    near = closest(Path(source).stem, named)
-    hint = f" Did you mean `{named[near]}`?" if near else ""
-    listed = ", ".join(dict.fromkeys(named.values()))
-    return f"{source}: no such file. Fix the path, or write one of: {listed}.{hint}"
-
-
 def key_problems(json: DeepSpeedJson) -> list[str]:
     """List unknown keys and wrong values of all sections."""
     problems = [json.problem(key, json.raw[key], INSTEAD) for key in NOT_OFFERED if key in json.raw]
@@ -101,22 +96,14 @@ def key_problems(json: DeepSpeedJson) -> list[str]:
     for name, types in section_types().items():
         section = dict(json.section(name))
         prefix = f"{name}." if name else ""
-        for key in sorted(section.keys() - types.keys()):
-            if remedy := _renamed_or_misplaced(key):
-                problems.append(json.problem(prefix + key, section.pop(key), remedy))
+        for key in sorted(section.keys() & RENAMED.keys()):
+            remedy = f"Unknown key. Did you mean `{RENAMED[key]}`?"
+            problems.append(json.problem(prefix + key, section.pop(key), remedy))
         problems += check(where, section, types, prefix)[0]
     for name, types in PARAMS.items():
         problems += value_problems(where, json.section(name), types, f"{name}.")
     problems += _typed_problems(json, "optimizer", OPTIMIZERS)
     return problems + _typed_problems(json, "scheduler", SCHEDULERS)
-
-
-def _renamed_or_misplaced(key: str) -> str | None:
-    """Return the new name of an old key, or the only section of DeepSpeed's that has it, as a remedy."""
-    if key in RENAMED:
-        return f"Unknown key. Did you mean `{RENAMED[key]}`?"
-    sections = [name for name, types in (section_types() | PARAMS).items() if key in types and name]
-    return f"Its place is the section `{sections[0]}`." if len(sections) == 1 else None
 
 
 def _typed_problems(json: DeepSpeedJson, section: str, types: tuple[str, ...]) -> list[str]:
@@ -161,8 +148,8 @@ def student_engine(json: DeepSpeedJson, world: int) -> EngineConfig:
     for key, value in zip(BATCH_KEYS, (batch.total, batch.micro, batch.accumulation), strict=True):
         ds[key] = value
     ds.setdefault("gradient_clipping", 1.0)  # DeepSpeed's silent default, written out
-    if json.optimizer in ADAM:  # 0 by DeepSpeed's own (0.19.8), 0.01 by torch's AdamW (2.13)
-        ds["optimizer"].setdefault("params", {}).setdefault("weight_decay", 0.0)
+    # 0 by DeepSpeed's own Adam (0.19.8), 0.01 by torch's AdamW (2.13)
+    ds["optimizer"].setdefault("params", {}).setdefault("weight_decay", 0.0)
     complete(ds)
     ds["zero_optimization"].setdefault("stage", 1)  # DeepSpeed's own default, 0, saves nothing
     zero = ds["zero_optimization"]
@@ -171,6 +158,34 @@ def student_engine(json: DeepSpeedJson, world: int) -> EngineConfig:
         ds["comet"].setdefault("samples_log_interval", 1)  # in our steps; DeepSpeed's own is 100
     opened = json.is_open, json.is_offload_open, json.is_compile_open
     return EngineConfig(json.where, ds, json.overridden, *opened)
+
+
+def student_problems(json: DeepSpeedJson) -> list[str]:
+    """List the settings that a student's JSON may not have, with the reason."""
+    problems = []
+    for path in REFUSED:
+        section, _, key = path.rpartition(".")
+        if is_on(value := json.section(section).get(key), default=1.0) or value == {}:
+            problems.append(json.problem(path, value, INSTEAD))
+    zero, clips = json.section("zero_optimization"), json.raw.get("gradient_clipping", 1) != 0
+    if zero.get("compute_grad_norm") is False and clips:
+        remedy = "Without the norm nothing can be clipped. Write `gradient_clipping`: 0, or remove it."
+        problems.append(json.problem("zero_optimization.compute_grad_norm", False, remedy))
+    if json.section("fp16").get("enabled") is True and zero.get("stage") == 0:  # its pull request 8393
+        remedy = "At stage 0 DeepSpeed does not scale the loss, and hardly anything is learned. "
+        problems.append(json.problem("fp16.enabled", True, f"{remedy}Write `stage`: 1, or bf16."))
+    if json.section("comet").get("api_key"):  # which would be written to OUTPUT/resolved
+        problems.append(
+            f"{json.where}: `comet.api_key` is a secret. Remove it, and set COMET_API_KEY in the environment."
+        )
+    return problems
+
+
+def is_on(value: Any, default: float = 0.0) -> bool:
+    """Return whether a setting has an effect: true, an enabled section, or a number that is no default."""
+    if isinstance(value, dict):
+        return value.get("enabled", True) not in (False, None, "auto") and any(value.values())
+    return value is True or (type(value) in (int, float) and value not in (0, default))
 
 
 def rate_problems(json: DeepSpeedJson) -> list[str]:
@@ -184,7 +199,7 @@ def rate_problems(json: DeepSpeedJson) -> list[str]:
         ]
     section, key = ("scheduler", peak) if (peak := PEAKS.get(json.schedule)) else ("optimizer", "lr")
     params = json.section(section).get("params", {})
-    if not isinstance(params, dict) or key in params or (key == "lr" and "muon_lr" in params):
+    if not isinstance(params, dict) or key in params:
         return []
     return [
         f"{json.where}: `{section}.params.{key}` is missing, and DeepSpeed would train at a default of its "
@@ -208,10 +223,6 @@ def block_problems(json: DeepSpeedJson) -> list[str]:
     if policy.keys() & block.keys() and RECOMPUTED not in json.raw:
         text = f"`{BLOCK}` says what is checkpointed, but there is no `{RECOMPUTED}`. Add it: {{}} will do."
         problems.append(f"{json.where}: {text}")
-    section, key = json.section(RECOMPUTED), "contiguous_memory_optimization"
-    if section.get(key) and not section.get("partition_activations"):  # an assertion in deepspeed 0.19.8
-        remedy = "DeepSpeed has it only together with `partition_activations`: true."
-        problems.append(json.problem(f"{RECOMPUTED}.{key}", True, remedy))
     return problems
 
 
@@ -228,12 +239,6 @@ def offload_problems(json: DeepSpeedJson) -> list[str]:
         if section.get("device") == "nvme" and not section.get("nvme_path"):
             remedy = "Write a folder on a fast disk."
             problems.append(json.problem(f"{key}.nvme_path", section.get("nvme_path"), remedy))
-    ratio = json.offload("optimizer").get("ratio", 1)
-    if known and stage != 3 and type(ratio) in (int, float) and ratio < 1:
-        remedy = f"At stage {stage} all is offloaded or nothing. Remove it, or write stage 3."
-        problems.append(json.problem("zero_optimization.offload_optimizer.ratio", ratio, remedy))
-    if all(json.section(precision).get("enabled") is True for precision in ("bf16", "fp16")):
-        problems.append(f"{json.where}: `bf16` and `fp16` are both enabled. Keep one.")
     return problems
 
 

@@ -107,11 +107,6 @@ class DeepSpeedJson:
         )
 
     @property
-    def optimizer(self) -> str:
-        """The type of the optimizer, in lower case; "none" without one."""
-        return str(self.section("optimizer").get("type")).lower()
-
-    @property
     def schedule(self) -> str:
         """The type of the learning-rate schedule, in lower case; "none" without one."""
         return str(self.section("scheduler").get("type")).lower()

@@ -1,32 +1,26 @@
 """The student's DeepSpeed JSON before its checks: short flags written into it, and "auto" filled."""
 
 import copy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from wandistiller.engine.ds_json import OPEN, DeepSpeedJson
-from wandistiller.engine.ds_schema import BATCH_KEYS, BLOCK, MUON_RATES, PEAKS
+from wandistiller.engine.ds_schema import BATCH_KEYS, BLOCK, PEAKS
 
 J = TypeVar("J", bound=DeepSpeedJson)
 TOTAL, MICRO, ACCUMULATION = BATCH_KEYS
 OFFLOAD = "zero_optimization.offload_optimizer"
+OVERRIDES = ("batch_size", "lr", "mixed_precision", "gradient_checkpointing")
+"""Settings of a run that are written into the student's JSON."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineOverrides:
-    """Short flags for the student's engine; None changes nothing."""
+def apply_overrides(json: J, **settings: Any) -> J:
+    """Return the JSON with OVERRIDES written in; they win, and `overridden` names what they replaced.
 
-    batch_size: int | None = None
-    """Samples per rank and micro-step."""
-    lr: float | None = None
-    mixed_precision: str | None = None
-    gradient_checkpointing: bool | None = None
-
-
-def apply_overrides(json: J, overrides: EngineOverrides) -> J:
-    """Return the JSON with the flags written in; a flag wins, and `overridden` names what it replaced."""
+    None changes nothing.
+    """
     json = _copy(json)
-    for setting, value in asdict(overrides).items():
+    for setting, value in settings.items():
         if value is not None:
             json = _written(_copy(json), setting, value).noting(setting, value, json)
     return json
@@ -42,10 +36,7 @@ def _written(json: J, setting: str, value: Any) -> J:
         ds.setdefault("optimizer", {"type": "AdamW"})
         # into nothing, if they are no objects: reported when the engine is checked
         json.section("optimizer").setdefault("params", {})
-        params = json.section("optimizer.params")
-        params["lr"] = value
-        for key in MUON_RATES:  # which would win over it
-            params.pop(key, None)
+        json.section("optimizer.params")["lr"] = value
         # deepspeed 0.19.8 trains with the schedule's rate, 0.001 where it is left out
         if key := PEAKS.get(json.schedule):
             schedule.setdefault("params", {})

@@ -10,7 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -23,7 +22,6 @@ from pydantic.fields import FieldInfo
 
 from wandistiller.utils.validation import (
     Count,
-    Index,
     NotNegative,
     Positive,
     Section,
@@ -36,43 +34,14 @@ from wandistiller.utils.validation import (
 BLOCK = "wandistiller"
 """Key of this package's own settings in a DeepSpeed JSON."""
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon")
-ADAM = ("adam", "adamw")
-"""Optimizers of the Adam family, in lower case."""
-OTHER_PARAMS = {
-    "Adagrad": "lr eps weight_decay fp32_optimizer_states",
-    "Lamb": "lr betas eps eps_inside_sqrt weight_decay bias_correction max_coeff min_coeff",
-    "Lion": "lr betas weight_decay fp32_optimizer_states",
-    "Muon": "lr muon_lr adam_lr momentum ns_method betas eps weight_decay torch_adam adam_w_mode foreach "
-    "fp32_optimizer_states",
-}
-"""Settings of the other optimizers: beyond these deepspeed 0.19.8 stops, or ignores them (Muon)."""
-MUON_RATES = ("muon_lr", "adam_lr")
-"""Rates of Muon's matrices and of its other weights, which win over `lr` (deepspeed 0.19.8)."""
-SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "LRRangeTest", "OneCycle")
-PEAKS = {
-    "warmuplr": "warmup_max_lr",
-    "warmupdecaylr": "warmup_max_lr",
-    "onecycle": "cycle_max_lr",
-    "lrrangetest": "lr_range_test_min_lr",
-}
+OPTIMIZERS = ("Adam", "AdamW")
+SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+PEAKS = {"warmuplr": "warmup_max_lr", "warmupdecaylr": "warmup_max_lr"}
 """Schedules, in lower case, that replace the optimizer's learning rate -> their key for it."""
-LOWEST = {"warmup_min_lr", "cycle_min_lr"}
-"""Rates that schedules rise from."""
-LENGTHS = {
-    *("total_num_steps", "cycle_first_step_size", "cycle_second_step_size", "decay_step_size"),
-    "lr_range_test_step_size",
-}
-"""Lengths of schedules in steps, but for the warm-up's."""
-STEP_SIZE = 2000
-"""Default of the two step sizes that are none of a decay (deepspeed 0.19.8)."""
 WHOLE = BeforeValidator(
     lambda value: int(value) if isinstance(value, float) and value.is_integer() else value
 )
 """Takes 5e8 for an integer, as DeepSpeed's models do."""
-Precision = Annotated[
-    Literal["fp32", "fp16", "bf16", "float32", "float16", "half", "bfloat16"], write("fp32, fp16 or bf16")
-]
 Betas = Annotated[
     list[Annotated[float, Field(ge=0, lt=1)]],
     Field(min_length=2, max_length=2),
@@ -98,19 +67,19 @@ TABLES: dict[str, dict[str, Any]] = {
         (Any, " ".join(BATCH_KEYS)),  # solved and checked by `batch_size`
         (
             bool,
-            "managed_gradient_accumulation zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
-            "wall_clock_breakdown memory_breakdown dump_state disable_allgather prescale_gradients "
-            "dataloader_drop_last disable_python_gc use_data_before_expert_parallelism",
+            "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer wall_clock_breakdown memory_breakdown "
+            "dump_state disable_allgather prescale_gradients dataloader_drop_last disable_python_gc "
+            "use_data_before_expert_parallelism",
         ),
         (NotNegative, "gradient_clipping"),
         (Positive, "gradient_predivide_factor"),
         (Count, "steps_per_print"),
-        (Text, "communication_data_type seq_parallel_communication_data_type gradient_allreduce_op"),
+        (Text, "communication_data_type seq_parallel_communication_data_type"),
         (Literal["debug", "info", "warning", "error", "critical"], "log_level"),
         (
             Section,
-            "optimizer scheduler fp16 bf16 torch_autocast zero_optimization activation_checkpointing aio "
-            "checkpoint data_types flops_profiler comms_logger tensorboard wandb csv_monitor comet timers",
+            "optimizer scheduler fp16 bf16 zero_optimization activation_checkpointing aio checkpoint "
+            "comms_logger tensorboard wandb csv_monitor comet timers",
         ),
     ),
     "activation_checkpointing": of_type(
@@ -121,83 +90,33 @@ TABLES: dict[str, dict[str, Any]] = {
         ),
         (Count, "number_checkpoints"),
     ),
-    "optimizer": of_type((Any, "type"), (Section, "params"), (bool, "legacy_fusion")),
+    "optimizer": of_type((Any, "type"), (Section, "params")),
     "scheduler": of_type((Any, "type"), (Section, "params")),
     "aio": of_type(
         (Count, "block_size queue_depth intra_op_parallelism"), (bool, "single_submit overlap_events use_gds")
     ),
     "checkpoint": of_type(
         (TagValidation, "tag_validation"),
-        (Section, "parallel_write writer"),
+        (Section, "parallel_write"),
         (bool, "load_universal use_node_local_storage checkpoint_serialization"),
-    ),
-    "data_types": of_type(
-        (Precision, "grad_accum_dtype param_dtype buffer_dtype"), (list, "keep_in_fp32_modules")
-    ),
-    "torch_autocast": of_type(
-        (bool, "enabled"), (Precision, "dtype"), (list, "lower_precision_safe_modules")
-    ),
-    "flops_profiler": of_type(
-        (bool, "enabled detailed"),
-        (Count, "profile_step top_modules"),
-        (NotNegative, "recompute_fwd_factor"),
-        (int, "module_depth"),
-        (Text, "output_file"),
     ),
     "timers": of_type((Section, "throughput")),
 }
 PARAMS: dict[str, dict[str, Any]] = {
     "optimizer.params": of_type(
-        (Share, "lr muon_lr adam_lr momentum"),
+        (Share, "lr"),
         (Betas, "betas"),
-        (NotNegative, "eps weight_decay max_coeff min_coeff"),
-        (bool, "torch_adam adam_w_mode bias_correction amsgrad fp32_optimizer_states foreach fused"),
+        (NotNegative, "eps weight_decay"),
+        (bool, "torch_adam adam_w_mode fused"),
     ),
     "scheduler.params": of_type(
-        (
-            Share,
-            "warmup_min_lr warmup_max_lr cycle_min_lr cycle_max_lr lr_range_test_min_lr warmup_min_ratio "
-            "cos_min_ratio cycle_min_mom cycle_max_mom",
-        ),
-        (
-            Count,
-            "warmup_num_steps total_num_steps lr_range_test_step_size cycle_first_step_size "
-            "cycle_second_step_size",
-        ),
-        (Index, "cycle_first_stair_count cycle_second_stair_count decay_step_size"),
-        (NotNegative, "decay_lr_rate decay_mom_rate"),
-        (Positive, "lr_range_test_step_rate"),
+        (Share, "warmup_min_lr warmup_max_lr warmup_min_ratio cos_min_ratio"),
+        (Count, "warmup_num_steps total_num_steps"),
         (int, "last_batch_iteration"),
-        (bool, "cycle_momentum lr_range_test_staircase"),
         (Literal["log", "linear"], "warmup_type"),
     ),
 }
-"""Types of the settings of all optimizers and schedules; `params_of` says which of them one has."""
-
-
-def _whole(**limits: int) -> Any:
-    return Annotated[int, Field(**limits), WHOLE]
-
-
-LIMITS: dict[str, dict[str, Any]] = {
-    "zero_optimization": of_type(
-        (_whole(gt=0), "zero_hpz_partition_size"),
-        (_whole(ge=0), "stage3_module_granularity_threshold"),
-    )
-    | {
-        # a bucket is allocated at once: 10^10 numbers are 40 GB in float32
-        "reduce_bucket_size": _whole(gt=0, le=10**10),
-        "allgather_bucket_size": _whole(gt=1, le=10**10, multiple_of=2),
-    },
-    "zero_optimization.offload_param": {"buffer_count": _whole(gt=0), "buffer_size": _whole(gt=0, le=10**10)},
-    "zero_optimization.offload_optimizer": {"buffer_count": _whole(gt=0)},
-    "fp16": of_type(
-        (NotNegative, "loss_scale min_loss_scale"),
-        (_whole(ge=0), "initial_scale_power"),
-        (_whole(gt=0), "loss_scale_window hysteresis"),
-    ),
-}
-"""Types that are narrower than DeepSpeed's own, beyond which its engines stop."""
+"""Types of the settings of optimizers and of all schedules; `params_of` says which of them one has."""
 
 
 @cache
@@ -209,7 +128,6 @@ def section_types() -> dict[str, dict[str, Any]]:
             for key, field in model.model_fields.items()
             if key not in RENAMED
         }
-        | LIMITS.get(name, {})
         for name, model in MODELS.items()
     }
 
@@ -237,7 +155,4 @@ def params_of(kind: str) -> dict[str, bool]:
     if kind in SCHEDULERS:
         _, *settings = inspect.signature(getattr(lr_schedules, kind)).parameters.values()
         return {p.name: p.default is p.empty for p in settings}
-    if kind in OTHER_PARAMS:
-        return dict.fromkeys(OTHER_PARAMS[kind].split(), False)
-    settings = inspect.signature(DeepSpeedCPUAdam).parameters.keys() - {"model_params", "adamw_mode"}
-    return dict.fromkeys(settings | {"torch_adam", "adam_w_mode", "foreach", "fused"}, False)
+    return dict.fromkeys(PARAMS["optimizer.params"], False)

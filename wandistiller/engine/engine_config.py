@@ -81,25 +81,6 @@ class EngineConfig(DeepSpeedJson):
         return bool(section.get("partition_activations") or section.get("cpu_checkpointing"))
 
     @property
-    def autocast(self) -> dict[str, Any] | None:
-        """The section `torch_autocast`, if it is switched on."""
-        section = self.section("torch_autocast")
-        return section if section.get("enabled") else None
-
-    @property
     def batch(self) -> BatchSize:
         total, micro, accumulation = (self.raw[key] for key in BATCH_KEYS)
         return BatchSize(micro, accumulation, total)
-
-    def with_number_of_checkpoints(self, layers: int, parts: dict[str, tuple[str, ...]]) -> Self:
-        """Write out the number of checkpoints, which contiguous buffers are sized by.
-
-        Args:
-            parts: modules of a block by the recomputed part; none for the whole.
-        """
-        section = self.section(RECOMPUTED)
-        if not self.recompute or not section.get("contiguous_memory_optimization"):
-            return self
-        blocks = -(-layers // self.recompute.checkpoint_every)
-        number = blocks * max(1, len(parts[self.recompute.checkpoint]))
-        return self.replaced(**{RECOMPUTED: {"number_checkpoints": number} | section})

@@ -14,36 +14,21 @@ from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.logging import set_activity
 
-OFFLOADED = {
-    "adam": op_builder.CPUAdamBuilder,
-    "adamw": op_builder.CPUAdamBuilder,
-    "adagrad": op_builder.CPUAdagradBuilder,
-    "lion": op_builder.CPULionBuilder,
-}
-"""Optimizer -> builder of the extension that DeepSpeed (0.19.8) steps it with where it is offloaded."""
-NOT_OFFLOADED = {
-    "adam": op_builder.FusedAdamBuilder,
-    "adamw": op_builder.FusedAdamBuilder,
-    "lamb": op_builder.FusedLambBuilder,
-    "lion": op_builder.FusedLionBuilder,
-}
-"""The same where it is not; on GPUs they are compiled by nvcc."""
 HEADERS = ("cuda_runtime_api.h", "cusparse.h", "cublas_v2.h", "cusolverDn.h")
 """Files of the CUDA toolkit that torch's own headers include (2.13); packages with nvcc alone lack some."""
 
 
 def needed(engine: EngineConfig) -> Iterator[type[OpBuilder]]:
     """Yield the builders of what an engine with this JSON loads."""
-    if builder := _optimizer_builder(engine):
-        yield builder
+    if _takes_deepspeed_adam(engine):
+        is_fused = engine.optimizer_on == "none"
+        yield op_builder.FusedAdamBuilder if is_fused else op_builder.CPUAdamBuilder
     if engine.on_nvme:
         yield op_builder.AsyncIOBuilder
 
 
-def _optimizer_builder(engine: EngineConfig) -> type[OpBuilder] | None:
-    builders = NOT_OFFLOADED if engine.optimizer_on == "none" else OFFLOADED
-    is_torchs = engine.section("optimizer.params").get("torch_adam", False)
-    return None if is_torchs else builders.get(engine.optimizer)
+def _takes_deepspeed_adam(engine: EngineConfig) -> bool:
+    return "optimizer" in engine.raw and not engine.section("optimizer.params").get("torch_adam", False)
 
 
 def build(key: str, engine: EngineConfig) -> None:
@@ -107,14 +92,8 @@ def with_fused_adam(engine: EngineConfig) -> EngineConfig:
 
     It takes no more memory: torch's default, for lists of tensors, takes 4 bytes a parameter (torch 2.13).
     """
-    if not needs_nvcc(engine) or "adam" not in engine.optimizer or not lacks_nvcc():
+    is_compiled = _takes_deepspeed_adam(engine) and engine.optimizer_on == "none"
+    if not is_compiled or installed_ops.get(op_builder.FusedAdamBuilder.NAME) or not lacks_nvcc():
         return engine
     params = engine.section("optimizer.params") | {"torch_adam": True, "fused": True}
-    params.pop("bias_correction", None)  # torch's always corrects; false is refused by `preflight`
     return engine.replaced(optimizer=engine.section("optimizer") | {"params": params})
-
-
-def needs_nvcc(engine: EngineConfig) -> bool:
-    """Return whether the optimizer of a JSON is one that DeepSpeed compiles for GPUs (deepspeed 0.19.8)."""
-    builder = _optimizer_builder(engine) if engine.optimizer_on == "none" else None
-    return builder is not None and not installed_ops.get(builder.NAME)

@@ -1,7 +1,6 @@
 """TensorBoard, Weights & Biases, Comet and CSV as in the student's JSON: metrics.jsonl and the pictures."""
 
 import atexit
-import csv
 import os
 import uuid
 from functools import cache
@@ -114,20 +113,6 @@ class Monitors:
             wandb.teardown()  # which `name_run` needs, as in `_refusal`
         if self._all.comet_monitor and self._all.comet_monitor.experiment:
             self._all.comet_monitor.experiment.end()
-
-    def go_on_from(self, step: int) -> None:
-        """Drop the rows of CSV files after `step`, from which the run goes on, and repeated header lines."""
-        monitor = self._all.csv_monitor
-        if not monitor or rank():
-            return
-        for file in Path(monitor.log_dir).glob("Train_*.csv"):
-            with file.open(newline="") as lines:
-                rows = list(csv.reader(lines))
-            until_step = [row for row in rows[1:] if row and row[0].isdigit() and int(row[0]) <= step]
-            with atomic(file) as temporary, temporary.open("w", newline="") as out:
-                csv.writer(out).writerows(rows[:1] + until_step)
-            if rows:
-                monitor.filenames.append(file.stem)  # its head is there
 
     def record(self, step: int, values: dict[str, float]) -> None:
         if self._all.enabled and not rank():

@@ -7,7 +7,6 @@ from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import Tensor
@@ -64,10 +63,7 @@ class MasterWeights:
 
     def optimizer(self, flat: Partition) -> torch.optim.Optimizer:
         """The optimizer proper that updates `flat`."""
-        wrapper = self._wrapper
-        if self.stage == 3 and wrapper.offload_optimizer and wrapper.subgroup_to_device[flat.number] != "cpu":
-            return wrapper.backup_optimizer  # with `ratio`, of the part on the accelerator
-        return wrapper if is_plain(self.engine) else wrapper.optimizer
+        return self._wrapper if is_plain(self.engine) else self._wrapper.optimizer
 
     def tensors(self, flat: Partition) -> dict[str, Tensor]:
         """The flat weights and their optimizer state; empty for those on NVMe that are not `opened`."""
@@ -78,7 +74,7 @@ class MasterWeights:
     def steps(self) -> int | None:
         """Number of updates that the optimizer has counted; None before the first.
 
-        FusedAdam and FusedLion (0.19.8) count in the last tensor of a group alone, and read it there.
+        FusedAdam (0.19.8) counts in the last tensor of a group alone, and reads it there.
         """
         states = [self.optimizer(flat).state.get(flat.key, {}) for flat in self.flats]
         return max((int(state["step"]) for state in states if "step" in state), default=None)
@@ -99,13 +95,9 @@ class MasterWeights:
         """Give the optimizer zeros of these kinds for `flat`, as after an update, and a count of `steps`."""
         optimizer = self.optimizer(flat)
         state = optimizer.state[flat.key]
-        wide = isinstance(optimizer, DeepSpeedCPUAdam) and optimizer.fp32_optimizer_states
-        dtype = torch.float32 if wide else flat.key.dtype
-        # of an `amsgrad` that is new: the greatest so far, of none
-        greatest = ["max_exp_avg_sq"] if kinds and optimizer.defaults.get("amsgrad") else []
-        for kind in dict.fromkeys([*kinds, *greatest]):
+        for kind in kinds:
             if not torch.is_tensor(state.get(kind)) or state[kind].numel() != flat.key.numel():
-                state[kind] = torch.zeros_like(flat.key, dtype=dtype, requires_grad=False)
+                state[kind] = torch.zeros_like(flat.key, requires_grad=False)
         if steps is not None:
             from_torch = type(optimizer).__module__.startswith("torch.optim")
             # the kernel of torch's fused Adam reads it (2.13); else it is on the CPU
@@ -189,9 +181,8 @@ SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 def read_engine(trained: MasterWeights) -> dict[str, Any]:
     """Return the state of an engine that a checkpoint keeps."""
-    engine, flats = trained.engine, trained.flats
+    engine = trained.engine
     return {
-        "optimizer": type(trained.optimizer(flats[0])).__name__ if flats else None,
         "steps": trained.steps(),
         "groups": [
             {key: value for key, value in group.items() if key != "params"}
@@ -199,7 +190,6 @@ def read_engine(trained: MasterWeights) -> dict[str, Any]:
         ],
         "scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
         "scaler": {key: getattr(_scaler(engine), key) for key in SCALER if hasattr(_scaler(engine), key)},
-        "autocast_scaler": scaler.state_dict() if (scaler := _autocast_scaler(engine)) else None,
         "shapes": trained.shapes,
         **{key: getattr(engine, key) for key in COUNTERS},
     }
@@ -221,8 +211,6 @@ def write_engine(
         # a fixed scale is the JSON's, which may be another than before
         if saved["scaler"].keys() >= set(SCALER) <= vars(_scaler(engine)).keys():
             vars(_scaler(engine)).update(saved["scaler"])
-        if saved["autocast_scaler"] and (scaler := _autocast_scaler(engine)):
-            scaler.load_state_dict(saved["autocast_scaler"])
     scheduler = engine.lr_scheduler
     if not changed & {"optimizer", "scheduler", "learning_rates", "precision"}:
         for group, values in zip(engine.optimizer.param_groups, saved["groups"], strict=True):
@@ -240,10 +228,3 @@ def write_engine(
 def _scaler(engine: Any) -> Any:
     """Owner of the loss scale: from stage 1 on an object of its own, at stage 0 the optimizer."""
     return engine.optimizer.loss_scaler if engine.zero_optimization_stage() > 0 else engine.optimizer
-
-
-def _autocast_scaler(engine: Any) -> Any:
-    """Scaler of fp16 autocast: from stage 1 on the optimizer's, at stage 0 the engine's (0.19.8)."""
-    if engine.zero_optimization_stage() > 0:
-        return engine.optimizer.torch_autocast_gradscaler
-    return engine.torch_autocast_z0_gradscaler

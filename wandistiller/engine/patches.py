@@ -3,23 +3,26 @@
 import os
 import platform
 import re
-from collections.abc import Callable
-from functools import cache, wraps
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import cpuinfo
-import torch
 from deepspeed.ops.op_builder import PinMemoryBuilder
 from deepspeed.ops.op_builder.builder import OpBuilder
-from deepspeed.profiling.flops_profiler import profiler
-from deepspeed.runtime import compiler, torch_autocast
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
-from deepspeed.runtime.engine import DeepSpeedEngine
-from torch import nn
+from deepspeed.runtime import compiler
+from torch.utils.cpp_extension import _get_build_directory
 
-from wandistiller.utils.extension_locks import sole_builder
+from wandistiller.utils.files import take_lock
+from wandistiller.utils.interrupts import interruptible
+from wandistiller.utils.logging import heartbeat, log
 
+WAIT = 1.0
+"""Seconds between looks at a build of another process."""
 ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
 """Environment variable with those that CUDA code is compiled for."""
 
@@ -29,11 +32,9 @@ def patch_deepspeed() -> None:
     """Apply all patches to this process, before it joins others or makes an engine; again: nothing."""
     for apply in (
         read_cpu_info_in_this_process,
-        compile_muon_when_it_is_called,
+        leave_muon_eager,
         build_one_at_a_time,
         keep_libraries_of_pin_memory_to_itself,
-        keep_autocast_to_its_engine,
-        count_attention_in_flops,
     ):
         apply()
 
@@ -56,22 +57,12 @@ def read_cpu_info_in_this_process() -> None:
     cpuinfo.get_cpu_info = cache(read)
 
 
-def compile_muon_when_it_is_called() -> None:
+def leave_muon_eager() -> None:
     """Let Muon be imported without torch's compiler: stages 1 to 3 import it for every optimizer (0.19.8).
 
-    That took four seconds before the first step.
+    That took four seconds before the first step, and no JSON may ask for it.
     """
-
-    def later(function: Callable[..., Any]) -> Callable[..., Any]:
-        compiled = cache(lambda: torch.compile(function))
-
-        @wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return (function if torch.compiler.is_compiling() else compiled())(*args, **kwargs)
-
-        return call
-
-    compiler.compile = lambda: later
+    compiler.compile = lambda: lambda function: function
 
 
 def numbers_alone(architectures: str) -> str:
@@ -81,6 +72,32 @@ def numbers_alone(architectures: str) -> str:
     """
     numbers = re.sub(r"(\d)[a-z]", r"\1", architectures)
     return "" if re.search("[A-Za-z]", numbers.replace("PTX", "")) else numbers
+
+
+@contextmanager
+def sole_builder(name: str) -> Iterator[None]:
+    """Wait until no other process of ours builds or loads the extension `name`; log a build and its seconds.
+
+    The lock is the kernel's, which frees it when a process is killed. torch's own is a file that a killed
+    build leaves, and on which the next waits for ever (torch 2.13): whoever holds ours may remove it.
+    """
+    folder = Path(_get_build_directory(name, False))
+    with (folder.parent / f".{name}.lock").open("a") as file, interruptible():
+        is_waiting = False
+        while (is_locked := take_lock(file)) is False:
+            if not is_waiting:
+                log.info("build     waiting for the process that builds or loads %s", name)
+            is_waiting = True
+            heartbeat()
+            time.sleep(WAIT)
+        if is_locked:  # None on a file system without locks
+            (folder / "lock").unlink(missing_ok=True)
+        began, is_built = time.monotonic(), (folder / f"{name}.so").is_file()
+        if not is_built:
+            log.warning("build     DeepSpeed's %s is compiled into %s: minutes, once", name, folder)
+        yield
+        if not is_built:
+            log.warning("build     %s took %.0f s", name, time.monotonic() - began)
 
 
 def build_one_at_a_time() -> None:
@@ -103,30 +120,3 @@ def keep_libraries_of_pin_memory_to_itself() -> None:
     convolution of cuDNN ended in a segmentation fault.
     """
     PinMemoryBuilder.extra_ldflags = lambda _: ["-Wl,--exclude-libs,ALL"]
-
-
-def keep_autocast_to_its_engine() -> None:
-    """Let `torch_autocast` in one engine's JSON leave the other engines of the process alone.
-
-    DeepSpeed (0.19.8) keeps it in two global variables, so that every engine built after one in float16
-    scaled its loss by 65,536 and unscaled only what its optimizer stepped with.
-    tests/unit/engine/test_ds_config_engines.py::test_autocast_of_one_engine_does_not_scale_the_gradients_of_another.
-    """
-    init = DeepSpeedEngine.__init__
-
-    def start(engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
-        torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE = False, None
-        init(engine, *args, **kwargs)
-
-    def comm_dtype(optimizer: Any, p: nn.Parameter) -> torch.dtype:
-        dtype = torch_autocast.get_comm_dtype(p)
-        return dtype if dtype in optimizer.ipg_buckets else optimizer.communication_data_type
-
-    DeepSpeedEngine.__init__ = start
-    ZeROOptimizer.get_param_comm_dtype = comm_dtype
-
-
-def count_attention_in_flops() -> None:
-    """Let the profiler count attention: it takes q, k and v by position, diffusers passes names (0.19.8)."""
-    count = profiler._attn_flops_compute
-    profiler._attn_flops_compute = lambda query, key, value, *_, **__: count(query, key, value)

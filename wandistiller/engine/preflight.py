@@ -2,7 +2,6 @@
 
 import copy
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 from deepspeed import DeepSpeedConfig
@@ -12,13 +11,12 @@ from deepspeed.runtime.config import DeepSpeedConfigError
 from pydantic import ValidationError
 
 from wandistiller.distributed import device
-from wandistiller.distributed.device import on_accelerator, supports_fp16
+from wandistiller.distributed.device import on_accelerator
 from wandistiller.engine.compiler import has_compiler
 from wandistiller.engine.ds_schema import BATCH_KEYS, BLOCK
 from wandistiller.engine.engine_config import EngineConfig
-from wandistiller.engine.extensions import lacks_nvcc, needs_nvcc
+from wandistiller.engine.extensions import lacks_nvcc
 from wandistiller.engine.monitors import monitor_problems
-from wandistiller.utils.errors import folder_problems
 from wandistiller.utils.validation import error_messages
 
 SECTION_OF = {
@@ -72,47 +70,18 @@ def _lacking(engine: EngineConfig) -> list[str]:
         remedy = "Install libaio and a C++ compiler (Debian, Ubuntu: apt install libaio-dev g++)."
         text = f"DeepSpeed's async_io cannot be built here. {remedy}"
         return [engine.problem(f"zero_optimization.{key}.device", "nvme", text)]
-    problems, on_cpu = [], not on_accelerator()
-    section, kind = engine.section("activation_checkpointing"), engine.section("optimizer").get("type")
-    if on_cpu and section.get("cpu_checkpointing") and not section.get("partition_activations"):
+    if key and lacks_nvcc() and not installed_ops.get("async_io"):
+        remedy = (
+            "On a machine with GPUs DeepSpeed compiles it with nvcc. Install the CUDA toolkit "
+            f"{torch.version.cuda}, the version of torch's, and set CUDA_HOME, or write cpu."
+        )
+        return [engine.problem(f"zero_optimization.{key}.device", "nvme", remedy)]
+    problems, section = [], engine.section("activation_checkpointing")
+    if section.get("cpu_checkpointing") and not (section.get("partition_activations") or on_accelerator()):
         remedy = "On a CPU DeepSpeed has it only together with `partition_activations`: true."
         # else the copy would be the original
         problems.append(engine.problem("activation_checkpointing.cpu_checkpointing", True, remedy))
-    if on_cpu and engine.optimizer == "lion" and engine.optimizer_on == "none":
-        remedy = "On a CPU DeepSpeed has it only with `offload_optimizer`."
-        problems.append(engine.problem("optimizer.type", kind, remedy))
-    if on_cpu and engine.optimizer == "lamb":
-        remedy = "DeepSpeed has it on GPUs alone. Write AdamW."
-        problems.append(engine.problem("optimizer.type", kind, remedy))
-    if lacks_nvcc():
-        problems += _toolkit_problems(engine)
-    profile = engine.section("flops_profiler")
-    if profile.get("enabled") and (file := profile.get("output_file")):
-        folder = Path(file).absolute().parent
-        problems += [f"{engine.where}: {p}" for p in folder_problems("flops_profiler.output_file", folder)]
-    problems += monitor_problems(engine)
-    if not problems and engine.dtype is torch.float16 and not supports_fp16():
-        text = "is enabled, here or by `mixed_precision`, but this machine's accelerator has none. Use bf16."
-        return [f"{engine.where}: `fp16` {text}"]
-    return problems
-
-
-def _toolkit_problems(engine: EngineConfig) -> list[str]:
-    """Return a problem if DeepSpeed would have to compile with nvcc (deepspeed 0.19.8); Adam has another."""
-    why = (
-        "On a machine with GPUs DeepSpeed compiles it with nvcc. Install the CUDA toolkit "
-        f"{torch.version.cuda}, the version of torch's, and set CUDA_HOME"
-    )
-    problems = []
-    if needs_nvcc(engine) and "adam" not in engine.optimizer:
-        remedy = f"{why}, or write AdamW, or offload the optimizer."
-        problems.append(engine.problem("optimizer.type", engine.section("optimizer")["type"], remedy))
-    elif needs_nvcc(engine) and engine.section("optimizer.params").get("bias_correction") is False:
-        remedy = "Without nvcc Adam is torch's, which always corrects. Remove it, or offload the optimizer."
-        problems.append(engine.problem("optimizer.params.bias_correction", False, remedy))
-    if (key := engine.on_nvme) and not installed_ops.get("async_io"):
-        problems.append(engine.problem(f"zero_optimization.{key}.device", "nvme", f"{why}, or write cpu."))
-    return problems
+    return problems + monitor_problems(engine)
 
 
 def _kernel_problems(engine: EngineConfig) -> list[str]:

@@ -3,7 +3,7 @@
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +11,6 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -63,16 +62,12 @@ def without_dummy_step() -> Iterator[None]:
 
     `initialize_optimizer_states` of FP16_Optimizer and FP16_UnfusedOptimizer takes it to allocate Adam's
     moments (deepspeed 0.19.8): the weights decay once, and Adam's bias correction counts it, so that the
-    first true step is 0.74 as long with beta 0.9, 0.99. ZeRO 1 to 3 take none. What an optimizer has
-    allocated for the parameters that the wrapper replaced, as Adagrad does, is freed.
+    first true step is 0.74 as long with beta 0.9, 0.99. ZeRO 1 to 3 take none.
     tests/unit/engine/test_ds_config_engines.py::test_every_stage_learns_as_plain_pytorch_in_bf16.
     """
-
-    def clear(wrapper: Any) -> None:
-        wrapper.optimizer.state.clear()
-
-    name = "initialize_optimizer_states"
-    with patch.object(FP16_Optimizer, name, clear), patch.object(FP16_UnfusedOptimizer, name, clear):
+    with ExitStack() as stack:
+        for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
+            stack.enter_context(patch.object(wrapper, "initialize_optimizer_states", lambda _: None))
         yield
 
 
@@ -81,8 +76,8 @@ def skip_nonfinite_steps(engine: Any) -> None:
 
     DeepSpeed 0.19.8 does so from stage 1 on and at stage 0 in bf16 and fp16, but for two cases, fixed here: a
     plain optimizer, at stage 0 in float32, takes any gradients; stages 1 and 2 do where the JSON has
-    `check_grad_overflow` or `compute_grad_norm` false. torch's own loss scaler, at stage 0 in autocast to
-    float16, checks by itself. At the least loss scale DeepSpeed's raises an exception of no class.
+    `check_grad_overflow` or `compute_grad_norm` false. At the least loss scale it raises an exception of no
+    class.
     tests/integration/test_nonfinite.py::test_every_engine_skips_a_step_that_is_not_finite.
     """
     optimizer = engine.optimizer
@@ -90,7 +85,7 @@ def skip_nonfinite_steps(engine: Any) -> None:
         optimizer.check_grad_overflow |= not optimizer.compute_grad_norm or optimizer.dtype == torch.bfloat16
     if engine.zero_optimization_stage() > 0 and engine.fp16_enabled() and engine.dynamic_loss_scale():
         optimizer.loss_scaler.raise_error_at_min_scale = False
-    if not is_plain(engine) or engine.torch_autocast_z0_gradscaler:
+    if not is_plain(engine):
         return
     step, take = optimizer.step, engine._take_model_step
 
@@ -148,21 +143,6 @@ def leave_out_reduction_of_one_rank(engine: Any) -> None:
         engine.enable_backward_allreduce = False
 
 
-def uncounted(engine: Any, module: nn.Module) -> Callable[..., Any]:
-    """Return the forward pass of a module in an engine's precision, which the engine does not count.
-
-    Its `torch_autocast` is around its own forward pass alone (deepspeed 0.19.8).
-    """
-    if not engine.torch_autocast_enabled():
-        return module
-
-    def forward(**inputs: Any) -> Any:
-        with autocast_if_enabled(engine):
-            return module(**inputs)
-
-    return forward
-
-
 def uncount_skipped_step(engine: Any) -> None:
     """Undo the counting of the step that the engine has just skipped."""
     engine.global_steps -= 1
@@ -172,8 +152,6 @@ def uncount_skipped_step(engine: Any) -> None:
 
 def may_lower_loss_scale(engine: Any) -> bool:
     """Return whether the next step may lower the loss scale, or waits to do so: float16, above its least."""
-    if engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16:
-        return True
     if not (engine.fp16_enabled() and engine.dynamic_loss_scale()):
         return False
     scaler = engine.optimizer.loss_scaler

@@ -8,8 +8,6 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from typing import NamedTuple
 
-from torch import Tensor
-
 from wandistiller.distributed.collectives import log0, rank
 from wandistiller.experts import Expert
 from wandistiller.monitoring.health_checks import HealthChecks, SampleStats
@@ -32,12 +30,8 @@ STARVED = 0.2
 """Share of a step spent reading data."""
 WAITING = 10
 """Means of SHORT_WINDOW steps that all must be above it: a machine that others use too is slow at times."""
-PALE, GARISH, CLIPPED = 0.6, 1.6, 0.2
-"""Student's contrast over the teacher's; share of clipped pixels above the teacher's."""
 REPEAT_AFTER = 500
 """Steps before an alarm of the same kind is repeated."""
-HINTS = {"data"}
-"""Kinds of alarms that cost time and harm no student."""
 FILE = "alarms.jsonl"
 
 
@@ -48,21 +42,6 @@ class Seconds(NamedTuple):
     """Reading the data."""
     step: float
     """All micro-steps."""
-
-
-class ImageStats(NamedTuple):
-    """Statistics of pictures, averaged over them."""
-
-    contrast: float
-    """Standard deviation of the pixels, which are in [0, 1]."""
-    clipped: float
-    """Share of pixels' channels at an end of the range."""
-
-
-def image_stats(images: list[Tensor]) -> ImageStats:
-    contrast = mean(image_CHW.float().std().item() for image_CHW in images)
-    clipped = mean(((image_CHW < 0.01) | (image_CHW > 0.99)).float().mean().item() for image_CHW in images)
-    return ImageStats(contrast, clipped)
 
 
 class _Curve:
@@ -89,7 +68,6 @@ class Alarms:
         self._curves: defaultdict[str, _Curve] = defaultdict(_Curve)
         """By expert."""
         self._slowest: deque[Seconds] = deque(maxlen=WAITING * SHORT_WINDOW)
-        self._images: dict[str, ImageStats] = {}
         self._raised: dict[tuple[str, str], int] = {}
         """The step of the last alarm, by kind and expert."""
         self._checks = HealthChecks(limits)
@@ -146,24 +124,6 @@ class Alarms:
     def samples(self, step: int, teacher: SampleStats, student: SampleStats) -> None:
         for kind, text in self._checks.samples(teacher, student):
             self._alarm(kind, step, text)
-
-    def pictures(self, step: int, rows: dict[str, list[Tensor]]) -> None:
-        now = {name: image_stats(images) for name, images in rows.items()}
-        before, self._images = self._images, now
-        if not {"teacher", "student"} <= before.keys() & now.keys():
-            return
-        teacher, student, earlier = now["teacher"], now["student"], before["student"]
-        ratio = student.contrast / max(teacher.contrast, 1e-6)
-        fades, grows = student.contrast <= earlier.contrast, student.contrast >= earlier.contrast
-        if ratio < PALE and fades or ratio > GARISH and grows:
-            kind = "paler" if ratio < 1 else "more garish"
-            remedy = "Look at the samples; a lower learning rate, or `ema`, may help."
-            text = f"The student's pictures are {kind} than the teacher's: {ratio:.2f} times the contrast."
-            self._alarm("contrast", step, f"{text} {remedy}")
-        if student.clipped > teacher.clipped + CLIPPED and student.clipped >= earlier.clipped:
-            remedy = "Look at the samples; check guidance_scale."
-            text = f"{student.clipped:.0%} of the student's pixels are at an end of their range"
-            self._alarm("clipped", step, f"{text}, {teacher.clipped:.0%} of the teacher's. {remedy}")
 
     def _loss(self, step: int, curve: _Curve, expert: str, lr: float, *, may_stand: bool) -> None:
         losses, (least, at), whose = list(curve.losses), curve.least, self._of(expert)

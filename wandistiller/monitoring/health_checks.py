@@ -25,6 +25,8 @@ JUMPED = 5.0
 """Times the usual norm of the student's gradient."""
 SATURATED, COLLAPSED, SLOW = 1.15, 0.6, 0.8
 """Deviation of the samples over what it should be; distance of two seeds, and motion, over the teacher's."""
+PALE, GARISH = 0.6, 1.6
+"""Contrast of the student's pictures over the teacher's."""
 LEAST_SPREAD, MOST_SPREAD = 0.94, 1.06
 """Spread and size of samples over the teacher's, within which one of them should be."""
 FADED = (
@@ -137,6 +139,8 @@ class HealthChecks:
         self._limits = limits
         self._spread: float | None = None
         """Of the samples drawn before, over the teacher's."""
+        self._contrast: float | None = None
+        """Of the pictures drawn before, over the teacher's."""
         self._start: dict[str, list[float]] = {}
         self._last: dict[str, deque[float]] = {}
         self._norms: deque[float] = deque(maxlen=10 * WINDOW)
@@ -174,6 +178,15 @@ class HealthChecks:
     def samples(self, teacher: SampleStats, student: SampleStats) -> Iterator[Alarm]:
         """Check samples of the student against the teacher's of the same prompts."""
         yield from self._colours(teacher, student)
+        if teacher.contrast:
+            now, before = student.contrast / teacher.contrast, self._contrast
+            self._contrast = now
+            if before is not None and (now < PALE and now <= before or now > GARISH and now >= before):
+                yield (
+                    "contrast",
+                    f"The student's pictures have {now:.2f} times the contrast of the teacher's. Look at the "
+                    "samples; a lower learning rate, `ema`, or another guidance_scale may help.",
+                )
         if teacher.distance and (ratio := student.distance / teacher.distance) < COLLAPSED:
             yield (
                 "collapse",

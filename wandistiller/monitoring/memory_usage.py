@@ -129,16 +129,16 @@ class MemoryProfile:
     """
 
     def __init__(self, job: Job):
-        first = job.run.profile_memory
+        self._first = first = job.run.profile_memory
         self.steps = range(first, min(first + RECORDED_STEPS, job.run.max_steps + 1)) if first else range(0)
         """Counted from 1."""
         self._file = job.output / "profile_memory" / f"rank_{collectives.rank()}.pickle"
         self._recording = False
 
     def warn_if_past(self, done: int) -> None:
-        if self.steps and done >= self.steps[-1]:
-            text = "`profile_memory` is %d, but %d steps are done already: no memory is recorded"
-            collectives.log0(text, self.steps[0], done)
+        if self._first and not any(step > done for step in self.steps):
+            text = "`profile_memory` is %d: the run does no such step, and no memory is recorded"
+            collectives.log0(text, self._first)
 
     @contextmanager
     def during(self, step: int) -> Iterator[None]:

@@ -11,7 +11,7 @@ from PIL import Image
 from wandistiller.config.start import recorded_stages
 from wandistiller.distributed.progress import clock
 from wandistiller.monitoring import environment
-from wandistiller.monitoring.alarms import FILE, HINTS
+from wandistiller.monitoring.alarms import FILE
 from wandistiller.monitoring.charts import Chart, Line, finite, render, smooth, svg
 from wandistiller.monitoring.headline import SIDES, headline, outdated, read_if_exists
 from wandistiller.monitoring.metrics import SAMPLES, MetricsLine, read_lines
@@ -91,15 +91,13 @@ def report(output: Path) -> Path:
 
 
 def _of_run(output: Path, lines: list[MetricsLine]) -> dict[str, Any]:
-    entries = [(e["kind"] in HINTS, f"step {e['step']}", e["alarm"]) for e in read_lines(output / FILE)]
     return {
         "stage": output.name.partition("_"),
         "summary": _summary(output, lines),
-        "alarms": [alarm for is_hint, *alarm in entries if not is_hint],
+        "alarms": [(f"step {e['step']}", e["alarm"]) for e in read_lines(output / FILE)],
         "samples": _samples(output),
         "evaluation": _evaluation(output, lines),
         "charts": [(c.title, _address(svg(c), "image/svg+xml")) for c in run_charts(output, lines).values()],
-        "hints": [alarm for is_hint, *alarm in entries if is_hint],
         "memory": _memory_by_phase(output),
     } | _of_start(output)
 

@@ -92,15 +92,12 @@ def _checkpointed(module: nn.Module, run: Callable[..., Tensor], copies: bool, *
     # the closure must not hold the tensors
     rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     tensor_numbers = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    kind = tensors[0].device.type
-    autocast = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
     def recompute(*tensors: Tensor) -> Tensor:
         if not torch.is_grad_enabled():  # torch.compile has a variant for inputs that need gradients
             tensors = tuple(t.detach() for t in tensors)
         all_leaves = dict(enumerate(rest)) | dict(zip(tensor_numbers, tensors, strict=True))
-        with torch.autocast(kind, *autocast):  # DeepSpeed's is around the forward pass alone (0.19.8)
-            return run(*tree_unflatten([*all_leaves.values()], form))
+        return run(*tree_unflatten([*all_leaves.values()], form))
 
     del leaves, inputs
     return deepspeed.checkpointing.checkpoint(recompute, *tensors)

@@ -106,10 +106,6 @@ class NetworkConfig(Protocol):
         """Return the modules that have nearly all weights, in the order of their calls."""
 
     @staticmethod
-    def renew_tables(module: nn.Module, device: torch.device | None = None) -> None:
-        """Make tables that are no weights again, in float32, on `device` or torch's default one."""
-
-    @staticmethod
     def share_tables(module: nn.Module, other: nn.Module) -> None:
         """Give the module these tables of another network of its config, where that computes."""
 

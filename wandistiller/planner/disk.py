@@ -15,9 +15,9 @@ from wandistiller.distributed import collectives
 from wandistiller.distributed.device import local_rank, on_accelerator
 from wandistiller.engine.ds_config import shipped_json
 from wandistiller.engine.ds_json import DeepSpeedJson
-from wandistiller.planner.machine import Demand, Machine, demands, machine_now, moments, most
+from wandistiller.planner.machine import Demand, Machine, demands, moments, most, this_machine
 from wandistiller.planner.peak_memory import plan
-from wandistiller.planner.student_memory import optimizer_states
+from wandistiller.planner.student_memory import MOMENTS
 from wandistiller.planner.teacher_memory import added_sizes
 from wandistiller.utils.system_memory import SYSTEM, amount, disk, disk_free
 
@@ -55,7 +55,7 @@ def written(job: Job, *, accelerator: bool) -> DiskUse:
     run, networks = job.run, job.networks
     network = networks.first.parameters
     experts, trained = len(networks.student), len(networks.learning)
-    each = 4 + optimizer_states(job.student_engine) + (4 if run.ema is not None else 0)
+    each = 4 + MOMENTS + (4 if run.ema is not None else 0)
     at_a_time = min(run.max_steps, run.keep_checkpoints + 1)  # `save_minutes` may save any step
     weights = job.student_transformer.numel
     student = 0 if networks.is_teacher_with_adapters(job.folder) else experts * 2 * weights
@@ -67,7 +67,7 @@ def written(job: Job, *, accelerator: bool) -> DiskUse:
         student += trained * 4 * network.frozen_numel + (experts - trained) * 4 * weights
     checkpoint = trained * each * network.trained_numel
     for other in networks.others.values():
-        checkpoint += (4 + optimizer_states(other.engine)) * other.parameters.trained_numel
+        checkpoint += (4 + MOMENTS) * other.parameters.trained_numel
     files = DiskUse(_cache(job, accelerator), checkpoint, at_a_time, student)
     if not job.previous:
         return files
@@ -183,24 +183,20 @@ def fetch_problems(job: Job) -> list[str]:
 
 
 def log_disk_use(job: Job) -> None:
-    """Log on rank 0 the files of the run and the free space of their disks: TOO LITTLE if they are larger."""
+    """Log on rank 0 the files of the run and the free space of their disks."""
     if collectives.rank() != 0:
         return
     accelerator = on_accelerator()
-    still, free = to_come(job, accelerator=accelerator), []
-    for place in {disk(place): place for place in still}.values():
-        short = ", TOO LITTLE" if on_disk_of(place, still) > disk_free(place) else ""
-        free.append(f"{amount(disk_free(place))} free at {place}{short}")
+    places = {disk(place): place for place in to_come(job, accelerator=accelerator)}.values()
+    free = [f"{amount(disk_free(place))} free at {place}" for place in places]
     collectives.log0("disk      %s; %s", written(job, accelerator=accelerator), ", ".join(free))
 
 
 TOO_MUCH = 1.2
 """Times the free memory that a plan, which is an estimate, may need for its run to be started."""
-INSIST = "despite_plan"
-"""Setting that starts it nevertheless."""
 HELPS = (
     "What helps: `--deepspeed_config auto --teacher_deepspeed_config auto` take what fits, and `wandistiller "
-    f"plan` says what takes how much. `--{INSIST}` starts the run nevertheless."
+    "plan` says what takes how much. `--despite_plan` starts the run nevertheless."
 )
 
 
@@ -217,16 +213,15 @@ class Shortages(NamedTuple):
 def shortages(stages: list[Job], *, preparing: bool = False) -> Shortages:
     """List on the first rank of each node each memory and disk of which a recipe's plan needs too much.
 
-    The reserve that `plan` and `auto` leave is not counted: such a run may still succeed. A stage whose steps
-    are done needs nothing.
+    Collective. The reserve that `plan` and `auto` leave is not counted: such a run may still succeed. A stage
+    whose steps are done needs nothing.
 
     Args:
         preparing: the run ends when its cache is full.
     """
-    lines = Shortages([], [], [])
+    lines, machine = Shortages([], [], []), this_machine(Path())
     if local_rank() != 0:
         return lines
-    machine = machine_now()
     for job in stages:
         which = f"Stage {job.output.name}" if len(stages) > 1 else "The run"
         phases = plan(job, machine)

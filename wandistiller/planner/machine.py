@@ -63,13 +63,6 @@ def this_machine(swap_path: Path) -> Machine:
     )
 
 
-def machine_now() -> Machine:
-    """Measure this rank's machine without communication; the launcher says how many ranks it has."""
-    free, total = memory_size()
-    sizes = free, host_free(), disk_free(Path()), collectives.world_size(), collectives.ranks_here()
-    return Machine(*sizes, device_total=total, device_name=device_name())
-
-
 def memory_line(rank: int, root: Path = Path("/")) -> str:
     """The memory of this process and of its machine, in one line.
 

@@ -1,12 +1,11 @@
 """The placement of pipelines that are only sampled: named, or the simplest that fits."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from wandistiller.data.media import Size
 from wandistiller.distributed import collectives, device
 from wandistiller.engine.ds_config import load
 from wandistiller.engine.ds_schema import BLOCK
@@ -51,6 +50,18 @@ def read_placed(name: str, dtype: str, folders: Iterable[Folder], world: int) ->
     return placement
 
 
+class Drawing(NamedTuple):
+    """Samples that pipelines draw."""
+
+    folders: Sequence[Folder]
+    """The pipelines, of which one is loaded at a time."""
+    sampling: Sampling
+    batch: int
+    """The most samples of one call."""
+    sharers: int
+    """Ranks that compute each sample together."""
+
+
 class Choice(NamedTuple):
     """A placement, and the samples of one call."""
 
@@ -69,23 +80,16 @@ class Choice(NamedTuple):
         return f"{self.name}, {self.batch} at once: {needs} at most"
 
 
-def choose(
-    placement: Placement, folders: Iterable[Folder], sampling: Sampling, batch: int, sharers: int
-) -> tuple[Placement, int]:
+def choose(placement: Placement, drawing: Drawing) -> tuple[Placement, int]:
     """Return the simplest placement that fits, where it is `auto`, and how many samples it draws at once.
 
     Collective. Where nothing fits, it is what lacks the least memory, and a warning says so.
-
-    Args:
-        folders: pipelines of which one is loaded at a time.
-        batch: the most samples of one call.
-        sharers: ranks that compute each sample together.
     """
     is_open = placement.name == AUTO
-    if not is_open and batch == 1:
-        return placement, batch
-    machine, tried = this_machine(Path()), []
-    for choice in choices(placement, folders, sampling, batch, sharers, machine):
+    if not is_open and drawing.batch == 1:
+        return placement, 1
+    tried = []
+    for choice in choices(placement, drawing, this_machine(Path())):
         tried.append(choice)
         if choice.over <= 0:
             break
@@ -94,48 +98,33 @@ def choose(
         free = " and ".join(need.supply for need in best.needs)
         text = f"nothing fits surely; free are {free}. {HELPS}."
         collectives.log0("warning   %s", text, level=logging.WARNING)
-    if is_open or best.batch < batch or best.over > 0:
+    if is_open or best.batch < drawing.batch or best.over > 0:
         collectives.log0("placed    %s", best)
     return best.placement, best.batch
 
 
-def choices(
-    placement: Placement,
-    folders: Iterable[Folder],
-    sampling: Sampling,
-    batch: int,
-    sharers: int,
-    machine: Machine,
-) -> Iterable[Choice]:
+def choices(placement: Placement, drawing: Drawing, machine: Machine) -> Iterable[Choice]:
     """Yield the placements that `placement` may be, the simplest first, each with ever fewer samples."""
     candidates = [(AS_IS, placement)]
     if placement.name == AUTO:
         candidates = placements_like(placement, machine, True, placement.weights)
     for name, candidate in candidates:
-        at_once = batch
+        at_once = drawing.batch
         while at_once:
-            needs = _demands(candidate, folders, sampling, at_once, sharers, machine)
+            needs = _demands(candidate, drawing._replace(batch=at_once), machine)
             yield Choice(name, candidate, at_once, needs)
             at_once //= 2
 
 
-def _demands(
-    placement: Placement,
-    folders: Iterable[Folder],
-    sampling: Sampling,
-    batch: int,
-    sharers: int,
-    machine: Machine,
-) -> list[Demand]:
+def _demands(placement: Placement, drawing: Drawing, machine: Machine) -> list[Demand]:
     """List what sampling demands: networks are loaded and called, and the VAE decodes beside them."""
     if not placement.memory_known:
         return []
-    size = Size(sampling.height, sampling.width, sampling.num_frames)
+    sampling, sharers, phases = drawing.sampling, drawing.sharers, {}
     in_one_call = {*scales(sampling).values()} != {1} and placement.guidance_passes == 1
-    phases = {}
-    for number, folder in enumerate(folders):
-        latent = folder.latent_shape(size.height, size.width, size.num_frames)
-        of_call = batch * (1 + in_one_call), 1 if placement.on_one_rank else sharers
+    for number, folder in enumerate(drawing.folders):
+        latent = folder.latent_shape(sampling.height, sampling.width, sampling.num_frames)
+        of_call = drawing.batch * (1 + in_one_call), 1 if placement.on_one_rank else sharers
         read, held = added_parts(folder), libraries(machine, sharers)
         if keeps_beside(folder, placement):
             numel, _ = added_sizes(folder, tuple(folder.configs))

@@ -26,6 +26,8 @@ GRADIENTS, BUCKETS = "gradients", "buckets"
 GATHERED, HELD = "gathered weights", "weights that backward waits for"
 """The student's parts; these two under ZeRO-3 alone."""
 AVERAGE = "moving average"
+MOMENTS = 8
+"""Bytes of Adam's state for an element."""
 
 
 @once_for_each
@@ -87,7 +89,7 @@ def spread_bytes(network: Parameters, engine: EngineConfig, ranks: int) -> int:
 def _whole(network: Parameters, engine: EngineConfig) -> dict[str, Bytes]:
     """Memory under stage 0: everything on every rank; below float32 with a copy of the weights."""
     item, numel = engine.dtype.itemsize, network.trained_numel
-    masters = ((4 if item < 4 else 0) + optimizer_states(engine)) * numel
+    masters = ((4 if item < 4 else 0) + MOMENTS) * numel
     return {
         MODULE_WEIGHTS: Bytes(device=item * (numel + network.frozen_numel)),
         MASTERS: Bytes(device=masters),
@@ -97,7 +99,7 @@ def _whole(network: Parameters, engine: EngineConfig) -> dict[str, Bytes]:
 
 def _flat(network: Parameters, engine: EngineConfig, ranks: int, accelerator: bool) -> dict[str, Bytes]:
     """Memory under ZeRO-1 and 2: all weights on every rank, of which it updates `part` elements."""
-    item, numel, states = engine.dtype.itemsize, network.trained_numel, optimizer_states(engine)
+    item, numel = engine.dtype.itemsize, network.trained_numel
     part, largest = round_up(numel, 2 * ranks) // ranks, item * max(network.trained.values())
     weights, bucket = item * (part * ranks + network.frozen_numel), bucket_bytes(network, engine)
     # a micro-step's gradients are added to the earlier ones'
@@ -112,14 +114,14 @@ def _flat(network: Parameters, engine: EngineConfig, ranks: int, accelerator: bo
         kept_apart = gradients if overlaps else 0
         return {
             MODULE_WEIGHTS: Bytes(device=weights),
-            MASTERS: Bytes(device=(4 + states) * part),
+            MASTERS: Bytes(device=(4 + MOMENTS) * part),
             GRADIENTS: Bytes(transient=max(gradients + bucket, step) + kept_apart),
         }
     lock = partial(_locked, offload, accelerator)
     transient = bucket + (gradients if engine.stage == 1 else 0)
     return {
         MODULE_WEIGHTS: Bytes(device=weights) + lock(item * part),
-        MASTERS: Bytes(host=states * part) + lock(4 * part),
+        MASTERS: Bytes(host=MOMENTS * part) + lock(4 * part),
         GRADIENTS: lock(4 * part) + lock(item * numel // ranks if adds else 0),
         BUCKETS: Bytes(device=largest, transient=transient) + lock(largest),
     }
@@ -129,7 +131,7 @@ def _partitioned(
     network: Parameters, engine: EngineConfig, ranks: int, accelerator: bool
 ) -> dict[str, Bytes]:
     """Memory under ZeRO-3: on each rank a partition of `part` elements, updated in groups."""
-    item, states, bucket = engine.dtype.itemsize, optimizer_states(engine), bucket_bytes(network, engine)
+    item, bucket = engine.dtype.itemsize, bucket_bytes(network, engine)
     trained, frozen = ([ParameterSize(name, numel, item) for name, numel in part.items()] for part in network)
     every = [*trained, *frozen]
     part, all_parts = (partition_bytes(sizes, ranks) // item for sizes in (trained, every))
@@ -148,9 +150,9 @@ def _partitioned(
     # on NVMe: a group's gradients next to its buffers, until the first step (deepspeed 0.19.8)
     buffers = 4 * group * offload.get("buffer_count", 4)
     masters, gradients = {
-        "none": (Bytes(device=(4 + states) * part), Bytes(device=item * part)),
-        "cpu": (Bytes(host=(4 + states) * part), lock(4 * part) + lock(item * part)),
-        "nvme": (Bytes(4 * group, host=buffers, disk=(8 + states) * part), lock(item * part)),
+        "none": (Bytes(device=(4 + MOMENTS) * part), Bytes(device=item * part)),
+        "cpu": (Bytes(host=(4 + MOMENTS) * part), lock(4 * part) + lock(item * part)),
+        "nvme": (Bytes(4 * group, host=buffers, disk=(8 + MOMENTS) * part), lock(item * part)),
     }[offload["device"]]
     # reduced gradients are there twice, in the bucket and in the order of the ranks; in the step, which comes
     # later, they are flat and in float32
@@ -172,11 +174,6 @@ def _held_bytes(sizes: list[ParameterSize], engine: EngineConfig) -> int:
     for s in sizes:
         blocks[block_of(s.name)] += s.part(1)
     return max(blocks.values()) if engine.recompute else blocks.total()
-
-
-def optimizer_states(engine: EngineConfig) -> int:
-    """Bytes of the optimizer's state for an element."""
-    return 4 if engine.optimizer in ("lion", "adagrad") else 8
 
 
 def _locked(offload: dict[str, Any], accelerator: bool, n: int) -> Bytes:

@@ -24,7 +24,6 @@ from wandistiller.engine.workarounds import (
     share_adam_s_time,
     skip_nonfinite_steps,
     uncount_skipped_step,
-    uncounted,
     wait_seldom,
     without_dummy_step,
     without_empty_buckets,
@@ -32,6 +31,7 @@ from wandistiller.engine.workarounds import (
 from wandistiller.experts import Expert
 from wandistiller.network.network import Network
 from wandistiller.student.trainable import parameter_groups
+from wandistiller.utils.errors import ConfigError
 
 
 class Learner:
@@ -69,9 +69,6 @@ class Learner:
             self.engines[expert] = _engine(network, json, learning_rates or {}, f"{role}_{expert.value}")
         self.monitors, *_ = map(Monitors, self.engines.values())
         self.trained = {expert: MasterWeights(engine) for expert, engine in self.engines.items()}
-        first, *_ = self.engines.values()
-        self._uncounted = {e: uncounted(engine, engine.module) for e, engine in self.engines.items()}
-        self._uncounted |= {e: uncounted(first, network.module) for e, network in self._frozen.items()}
         self._meanwhile: Callable[[], None] | None = None
         optimizers = {id(o): o for t in self.trained.values() for o in map(t.optimizer, t.flats)}
         for optimizer in optimizers.values():
@@ -176,16 +173,17 @@ class Learner:
     def slope(self, batch: State, value: Callable[[Prediction], Tensor]) -> Tensor:
         """Return the gradient in x_t_BCFHW of a number computed from the prediction; no weight gets one."""
         expert = self._trained_for(batch.expert)
-        return self.networks[expert].slope(batch, value, self._uncounted[expert])
+        return self.networks[expert].slope(batch, value, self.engines[expert].module)
 
     def forward(self, batch: State) -> Prediction:
         """Return the velocity and, with gradients on, the projected hidden states of matched blocks."""
         if batch.expert in self._frozen:
             with torch.no_grad():
-                return self._frozen[batch.expert].predict(batch, self._uncounted[batch.expert])
+                return self._frozen[batch.expert].predict(batch)
         expert = self._trained_for(batch.expert)
         # ZeRO-3 counts micro-steps in the engine's forward; without it only the last gradient stays (0.19.8)
-        call = self.engines[expert] if torch.is_grad_enabled() else self._uncounted[expert]
+        engine = self.engines[expert]
+        call = engine if torch.is_grad_enabled() else engine.module
         return self.networks[expert].predict(batch, call)
 
 
@@ -229,14 +227,15 @@ def _engine(network: Network, config: EngineConfig, learning_rates: dict[str, fl
         sizes = [p.numel() for p in model.parameters()]
         config = nvme.to_own_folder(config, sizes, name, collectives.world_size())
     with partition_before_moving(model, config.stage), without_dummy_step():
-        engine, *_ = deepspeed.initialize(
-            model=model.train(), model_parameters=groups, config=config.for_deepspeed
-        )
+        try:
+            engine, *_ = deepspeed.initialize(
+                model=model.train(), model_parameters=groups, config=config.for_deepspeed
+            )
+        except (AssertionError, ValueError) as error:  # the same on every rank
+            raise ConfigError(f"{config.where}: DeepSpeed refuses it: {error}") from error
     skip_nonfinite_steps(engine)
     wait_seldom(engine)
     leave_out_reduction_of_one_rank(engine)
     if config.stage == 3:
         pace_fetches(network.config.called_in_turn(network.module))
-    if network.module is model:  # data_types.buffer_dtype would have cast its tables
-        network.config.renew_tables(model, collectives.device())
     return engine

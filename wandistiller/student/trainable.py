@@ -32,14 +32,6 @@ def tuning_problems(run: Any, config: NetworkConfig, engine: EngineConfig) -> li
         lacking = "which the student's JSON lacks. Write it."
         text = f"`learning_rates` are factors of `optimizer.params.lr`, {lacking}"
         problems.append(Problem(text, RECIPE, "learning_rates"))
-    if run.learning_rates and engine.optimizer == "muon":
-        cause = "Muon makes its own parameter groups and takes no `learning_rates`"
-        problems.append(Problem(f"{cause}. Remove them.", RECIPE, "learning_rates"))
-    joins = engine.stage and engine.optimizer_on == "none"
-    if run.learning_rates and engine.optimizer == "adagrad" and joins:
-        cause = "ZeRO joins Adagrad's parameter groups, so that it takes no `learning_rates`"  # 0.19.8
-        remedy = "Remove them, or offload the optimizer."
-        problems.append(Problem(f"{cause}. {remedy}", RECIPE, "learning_rates"))
     return problems + (lora_problems(Lora(**run.lora), run.frozen, config) if run.lora is not None else [])
 
 

@@ -4,11 +4,10 @@ import copy
 from functools import cache
 from typing import Any, Literal
 
-from wandistiller.engine.ds_config import complete, key_problems, offload_problems
+from wandistiller.engine.ds_config import INSTEAD, complete, key_problems, offload_problems
 from wandistiller.engine.ds_json import DeepSpeedJson
 from wandistiller.engine.ds_overrides import fill_auto
 from wandistiller.engine.ds_schema import BATCH_KEYS, BLOCK
-from wandistiller.engine.ds_unsupported import INSTEAD
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.teacher.strategies import SHORT_NAME
@@ -72,12 +71,8 @@ def read_placement(json: DeepSpeedJson, world: int = 1) -> Placement:
     ds["train_micro_batch_size_per_gpu"] = 1  # without an optimizer it means nothing, but DeepSpeed wants one
     if ds.get(BLOCK, {}).pop(SHORT_NAME, None) and not ds[BLOCK]:
         del ds[BLOCK]
-    lines = json.overridden
-    if ds.pop("torch_autocast", {}).get("enabled"):  # its forward pass is not the engine's
-        text = "is not used: a teacher computes in the precision of its weights, `bf16` or `fp16`"
-        lines += (f"`torch_autocast` in {json.where} {text}",)
     complete(ds)
-    return placed_by(EngineConfig(json.where, ds, lines, is_compile_open=json.is_compile_open))
+    return placed_by(EngineConfig(json.where, ds, json.overridden, is_compile_open=json.is_compile_open))
 
 
 def _block_problems(json: DeepSpeedJson, world: int) -> list[str]:

@@ -278,7 +278,7 @@ def begins_as_teacher(job: Job) -> bool:
     if job.start or (job.run.lora or {}).get("start") or copies != {e: e for e in job.folder.configs}:
         return False
     engine, teacher = job.student_engine, job.teacher
-    if teacher.weights and not job.networks.share_base or engine.autocast or teacher.engine.autocast:
+    if teacher.weights and not job.networks.share_base:
         return False
     return engine.dtype == teacher.engine.dtype
 

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from torch import Tensor
-
 from wandistiller.config.job import Job
 from wandistiller.distributed import collectives
 from wandistiller.engine.monitors import Monitors
@@ -33,7 +31,6 @@ class Monitor:
         self._metrics = Metrics(file, start=step, max_steps=run.max_steps, global_batch=job.batch.total)
         self._alarms.go_on_from(step, read_lines(file, step))
         keep_lines(job.output / SAMPLES, step)
-        self._monitors.go_on_from(step)
         self.record_phases()
 
     def record(self, step: int, result: StepResult) -> None:
@@ -54,16 +51,8 @@ class Monitor:
         if collectives.rank() == 0:
             memory_usage.write(self._job.output, self._ended)
 
-    def record_pictures(
-        self, step: int, rows: dict[str, list[Tensor]], stats: dict[str, SampleStats], file: Path
-    ) -> None:
-        """Check the pictures drawn after `step` steps, and show their grid on the monitors.
-
-        Args:
-            rows: image_CHW by row.
-            stats: of the latents, by row.
-        """
-        self._alarms.pictures(step, rows)
+    def record_pictures(self, step: int, stats: dict[str, SampleStats], file: Path) -> None:
+        """Check the samples drawn after `step` steps, by row, and show their grid on the monitors."""
         if len(stats) > 1:
             self._alarms.samples(step, stats["teacher"], stats["student"])
         self._monitors.show(step, file)

@@ -43,10 +43,8 @@ from wandistiller.utils.keyed_random import keyed_normal
 
 BEGINNING = "given"
 """The row of what clips begin with."""
-Rows = dict[str, list[Tensor]]
-"""image_CHW of each prompt, in [0, 1], by name."""
 Stats = dict[str, SampleStats]
-"""Of those pictures and their latents."""
+"""Of pictures and their latents, by row."""
 
 
 class Row(NamedTuple):
@@ -86,8 +84,8 @@ class PictureDrawer:
         if self._first is None:
             self._first = self._first_row(self.job.folder.load_vae(collectives.device()))
 
-    def draw(self, done: int) -> tuple[Rows, Stats]:
-        """Write the grid of the student after `done` steps; return its rows, and statistics of samples."""
+    def draw(self, done: int) -> Stats:
+        """Write the grid of the student after `done` steps; return statistics of samples, by row."""
         self.draw_teacher()
         job, vae = self.job, self.job.folder.load_vae(collectives.device())
         calls = len(few.sigmas) if (few := _sampler(job)) else job.run.sample_steps
@@ -96,7 +94,7 @@ class PictureDrawer:
         if collectives.rank() == 0:  # the grid last: it says that all is there
             write_stats(job.output / SAMPLES, done, of_rows)
             self._write(job.picture(done), self._beginnings | rows)
-        return {name: row.middle for name, row in rows.items()}, of_rows
+        return of_rows
 
     def _row_of_beginnings(self) -> dict[str, Row]:
         """Return the row of the frames that an image-to-video Wan is given, if it is one, read now."""

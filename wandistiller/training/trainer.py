@@ -13,7 +13,7 @@ from wandistiller.batch import STUDENT
 from wandistiller.checkpoint.checkpointer import Checkpointer
 from wandistiller.checkpoint.loading import load, read_state
 from wandistiller.checkpoint.manifest import steps
-from wandistiller.checkpoint.resume import NOT_RECORDED, changed_keys, set_newer_aside
+from wandistiller.checkpoint.resume import changed_keys, set_newer_aside
 from wandistiller.config.identity import recorded
 from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData, MicroBatches
@@ -229,9 +229,9 @@ class Trainer:
         with within("draw"):
             self.pictures.draw_teacher()
             with self.draws.doing():
-                rows, stats = self.pictures.draw(done)
+                stats = self.pictures.draw(done)
             collectives.log0("drew %s", file)
-            self.monitor.record_pictures(done, rows, stats, file)
+            self.monitor.record_pictures(done, stats, file)
         return True
 
     @within("checkpoint")
@@ -265,8 +265,6 @@ class Trainer:
         self.samples.resume(folder, changed)
         state = read_state(folder)
         self.nonfinite.skipped, self._warmed_up = state.get("skipped_steps", 0), state.get("head_start", 0)
-        if "inputs" not in state:
-            collectives.log0(NOT_RECORDED, folder)
         collectives.log0("resumed   %s: %d of %d steps are done", folder, start, self.job.run.max_steps)
         if collectives.rank() == 0:
             set_newer_aside(self.job.output, folder)

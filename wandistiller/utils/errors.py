@@ -11,15 +11,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
-REFUSALS = {
-    errno.ENOENT: "no such file. Fix the path.",
-    errno.ENOTDIR: "no such file: a part of its path is not a folder. Fix the path.",
-    errno.EISDIR: "is a folder. Name a file.",
-    errno.EACCES: "may not be read. Change its permissions, or those of the folders above it.",
-    errno.ELOOP: "its symbolic links lead in a circle. Name the file itself.",
-    errno.ENAMETOOLONG: "is too long a name. Give a shorter path.",
-}
-"""Error number of the system -> what is wrong and what to do."""
 MOST_NESTED = 32
 DEEP = f"more than {MOST_NESTED} levels of {{...}} and [...]. Write fewer; no setting needs them."
 RECIPE = "recipe"
@@ -131,7 +122,9 @@ def readable(path: str | Path | None = None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        why = REFUSALS.get(error.errno, f"it cannot be read: {error.strerror or error}. Name another.")
+        why = f"cannot be read: {error.strerror or error}. Name another, or mend that."
+        if error.errno == errno.ENOENT:
+            why = "no such file. Fix the path."
         raise ConfigError(f"{path or error.filename}: {why}") from None
 
 
@@ -156,7 +149,7 @@ def folder_problems(key: str, folder: str | Path) -> list[str]:
         above = next(p for p in (path, *path.parents) if os.path.lexists(p))
         path.is_dir()  # raises where the name is too long
     except OSError as error:
-        return [f"`{key}` is {folder}: {REFUSALS.get(error.errno, error.strerror)}"]
+        return [f"`{key}` is {folder}: {error.strerror}. Name another."]
     real = os.path.realpath(path)
     if ADDRESS.match(str(folder)):
         why = "which is an address. Name a folder of this machine, such as runs/mine, and copy it "

@@ -1,6 +1,5 @@
 """Strict types of settings, checked by pydantic; its errors as messages: file, key, value, what to write."""
 
-import json
 import re
 import typing
 from collections.abc import Callable
@@ -87,33 +86,19 @@ def value_problems(
         try:
             _adapter(types[key]).validate_python(values[key], strict=True)
         except ValidationError as error:
-            hint = " Remove the quotes." if _is_quoted(values[key], types[key]) else ""
-            problems += error_messages(where, error, prefix + key, hint)
+            problems += error_messages(where, error, prefix + key)
     return problems
 
 
 _adapter = cache(TypeAdapter)
 
 
-def _is_quoted(value: Any, kind: Any) -> bool:
-    """Return whether a value is text that would be of the type `kind` without its quotes."""
-    if not isinstance(value, str):
-        return False
-    try:
-        _adapter(kind).validate_python(json.loads(value.lower()), strict=True)
-    except ValueError:  # of json, and pydantic's
-        return False
-    return True
-
-
-def error_messages(
-    where: str | Path, error: ValidationError, prefix: str = "", hint: str = ""
-) -> list[Problem]:
+def error_messages(where: str | Path, error: ValidationError, prefix: str = "") -> list[Problem]:
     """Format the errors that pydantic found in a section or value of the name `prefix`."""
     problems = []
     for e in error.errors(include_url=False):
         key = ".".join(filter(None, (prefix, *map(str, e["loc"]))))
-        problems.append(problem(where, key, e["input"], _remedy(e) + hint))
+        problems.append(problem(where, key, e["input"], _remedy(e)))
     return problems
 
 

@@ -57,7 +57,6 @@ class TransformerConfig(NetworkConfig):
     share_sequences = staticmethod(share_sequences)
     use_kernels = staticmethod(use_kernels)
     called_in_turn = staticmethod(transformer.called_in_turn)
-    renew_tables = staticmethod(transformer.renew_rope)
     share_tables = staticmethod(transformer.share_rope)
 
     @classmethod

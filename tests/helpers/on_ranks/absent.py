@@ -34,7 +34,7 @@ if __name__ == "__main__":
     if collectives.rank() == number and when == "before they meet":
         fail()
     if collectives.rank() == number:
-        collectives.require_own_gpu = fail
+        collectives.default_backend = fail
     try:
         collectives.init("warning")
     except RuntimeError as error:

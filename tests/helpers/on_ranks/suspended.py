@@ -8,14 +8,14 @@ from collections.abc import Callable
 from wandistiller.distributed import collectives, watchdog
 
 
-def _ready(lost: float, gone: float) -> list[int]:
+def _ready(gone: float) -> list[int]:
     """Shorten the watch's times; return the ranks' processes, all of which have been heard of."""
     watchdog.POLL_SECONDS, watchdog.HEARTBEAT_SECONDS, watchdog.GRACE_SECONDS = 0.1, 0.1, 0.3
     pids = collectives.gather_objects(os.getpid())
     while len(collectives.watchdog._beats) < (1 if collectives.rank() else len(pids)):
         time.sleep(0.05)
     collectives.barrier()
-    watchdog.LOST_SECONDS, watchdog.GONE_SECONDS = lost, gone
+    watchdog.GONE_SECONDS = gone
     return pids
 
 
@@ -26,9 +26,9 @@ def _from_outside(act: Callable[[], None]) -> None:
         os._exit(0)
 
 
-def suspend(ranks: list[int], seconds: float, lost: float, gone: float) -> list[int]:
+def suspend(ranks: list[int], seconds: float, gone: float) -> list[int]:
     """Stop the processes of `ranks` and let them go on in turn; return what all then exchange."""
-    pids = _ready(lost, gone)
+    pids = _ready(gone)
 
     def act() -> None:
         for number, order in ((signal.SIGSTOP, ranks), (signal.SIGCONT, ranks[::-1])):
@@ -43,9 +43,9 @@ def suspend(ranks: list[int], seconds: float, lost: float, gone: float) -> list[
     return collectives.gather_objects(collectives.rank() + 10)
 
 
-def never_goes_on(lost: float, gone: float) -> None:
+def never_goes_on(gone: float) -> None:
     """Stop the process of rank 1 for ever; it is killed once rank 0 has ended."""
-    pids = _ready(lost, gone)
+    pids = _ready(gone)
 
     def act() -> None:
         os.kill(pids[1], signal.SIGSTOP)

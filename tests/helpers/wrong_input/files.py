@@ -75,17 +75,17 @@ def pipe(file: Path, wan: Path) -> None:
 
 TRAPS = {"loop": circle, "pipe.txt": pipe}
 """Files beside the sound ones."""
-TOO_LONG = "is too long a name. Give a shorter path."
+TOO_LONG = "File name too long. Name another"
 NO_WAN = "...Give a complete diffusers Wan pipeline folder, a hub id, or `tiny`."
 NO_DATA = "...no such file or folder. Give a .txt with one prompt a line, a folder of media, a .jsonl"
 PATHS: dict[tuple[str, ...], list[tuple[str, str]]] = {  # keys of the recipe -> values and their messages
     ("student_config", "deepspeed_config", "teacher_deepspeed_config"): [
-        ("{here}/loop", "its symbolic links lead in a circle. Name the file itself."),
+        ("{here}/loop", "cannot be read: Too many levels of symbolic links."),
         ("{here}/" + LONG, TOO_LONG),
         ("{here}/" + "x/" * 3000, TOO_LONG),
-        ("{here}", "is a folder. Name a file."),
+        ("{here}", "cannot be read: Is a directory."),
         ("{here}/no", "no such file. Fix the path."),
-        ("{here}/prompts.txt/x", "no such file: a part of its path is not a folder. Fix the path."),
+        ("{here}/prompts.txt/x", "cannot be read: Not a directory."),
         ("{here}/prompts.txt", "not valid JSON: ...Fix that place"),
         ("{here}/pipe.txt", "is not a regular file, which every rank can read. Name one."),
     ],

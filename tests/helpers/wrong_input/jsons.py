@@ -64,4 +64,4 @@ def of_commands() -> Iterator[Case]:
             f"command: {text}", tuple(messages.split(" AND ")), argv=tuple(words) or ("--local_rank", "0")
         )
     too_long = (*shlex.split(WORDS["EXPORT"]), "--checkpoint", "{here}/" + "x" * 300)
-    yield Case("command: a long path", ("is too long a name. Give a shorter path.",), argv=too_long)
+    yield Case("command: a long path", ("File name too long. Name another",), argv=too_long)

@@ -15,7 +15,7 @@ from slow_cases import slow_but
 from wandistiller.cli.flags import PlanFlags
 from wandistiller.cli.main import main
 from wandistiller.cli.plan import described
-from wandistiller.cli.plan_verdict import next_command
+from wandistiller.cli.plan_report import next_command
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.peak_memory import activations, plan
 from wandistiller.utils.files import read_json

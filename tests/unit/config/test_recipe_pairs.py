@@ -35,11 +35,6 @@ WINS = {
         schedule("WarmupLR", warmup_max_lr=1e-4),
         "`scheduler.params.warmup_max_lr` 0.0001",
     ),
-    "lr of Muon": (
-        2e-3,
-        {"optimizer": {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 3e-4}}},
-        "`optimizer.params.muon_lr` 0.02 and `optimizer.params.adam_lr` 0.0003",
-    ),
     "mixed_precision": ("no", {"bf16": {"enabled": True}}, '`bf16` {"enabled": true}'),
     "mixed_precision other": ("bf16", {"fp16": {"enabled": True}}, '`fp16` {"enabled": true}'),
     "mixed_precision off": ("bf16", {"bf16": {"enabled": False}}, "`bf16.enabled` false"),
@@ -103,11 +98,6 @@ def test_the_total_of_a_json_stays_beside_another_micro_batch(tmp_path: Path) ->
     assert (batch.micro, batch.accumulation, batch.total) == (4, 8, 32)
 
 
-def test_both_rates_of_muon_are_the_flag_s(tmp_path: Path) -> None:
-    params = job({"deepspeed_config": OPEN | {"optimizer": MUON}}, {"lr": 2e-3}, tmp_path)
-    assert not params.student_engine.section("optimizer.params").keys() & {"muon_lr", "adam_lr"}
-
-
 TOTAL = {"train_micro_batch_size_per_gpu": "auto", "train_batch_size": 32}
 
 
@@ -168,16 +158,3 @@ def test_a_teacher_dtype_beside_a_placement_s_short_name_is_no_news(tmp_path: Pa
     flags = {"teacher_dtype": "float32", "teacher_deepspeed_config": "replicated"}
     engine = job({}, flags, tmp_path).teacher.engine
     assert (engine.precision, engine.overridden) == ("float32", ())
-
-
-MUON = {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 3e-4}}
-
-
-@pytest.mark.parametrize("rates", [{"lr": 1e-3}, MUON["params"]])
-def test_a_critic_under_muon_has_its_rate_in_place_of_the_student_s(
-    rates: dict[str, float], tmp_path: Path
-) -> None:
-    optimizer = {"type": "Muon", "params": rates}
-    objective = {"name": "dmd2", "critic_lr": 1e-6}
-    found = job({"deepspeed_config": OPEN | {"optimizer": optimizer}, "objective": objective}, {}, tmp_path)
-    assert found.networks.others["critic"].engine.section("optimizer.params") == {"lr": 1e-6}

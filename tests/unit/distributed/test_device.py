@@ -1,25 +1,11 @@
-"""GPUs that do not start, that are too few, or that two ranks share: one message that says what to do."""
+"""GPUs that do not start, or that are too few: one message that says what to do."""
 
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks.same_gpu import compared
-from ranks import call, free_port
-from slow_cases import slow_but
 
 from wandistiller.distributed import collectives, device
 from wandistiller.utils.errors import ConfigError
-
-SAME = (["GPU-1", "GPU-1"], True)
-
-
-@pytest.mark.parametrize(
-    ("names", "shared"), slow_but([SAME], [SAME, (["GPU-1", "GPU-2"], False), (["", ""], False)])
-)
-def test_two_ranks_on_one_gpu_are_told_on_both(names: list[str], shared: bool) -> None:
-    messages = call(compared, names, free_port(), ranks=2)
-    assert messages[0] == messages[1] and len(messages[0]) == shared
-    assert all("Ranks 0, 1 compute on the same GPU, GPU-1. Start one rank a GPU" in m for m in messages[0])
 
 
 def with_gpus(monkeypatch: pytest.MonkeyPatch, count: int, error: str = "") -> None:
@@ -64,12 +50,12 @@ def test_a_rank_that_could_not_join_the_others_does_not_join_again_to_say_why(
 
     def refuse() -> None:
         tried.append(1)
-        raise ConfigError("two ranks on one GPU")
+        raise ConfigError("too few GPUs")
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(collectives, "take_gpu", refuse)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)  # other tests of this process have joined
-    with pytest.raises(ConfigError, match="two ranks"), collectives.raise_on_all_ranks():
+    with pytest.raises(ConfigError, match="too few GPUs"), collectives.raise_on_all_ranks():
         collectives.on_any_rank(True)
     assert len(tried) == 1  # the others have left, and a second rendezvous would wait for them for ever

@@ -1,10 +1,8 @@
-"""Requests to stop: one line at once, the third ends the process, and no compiler is left behind."""
+"""Requests to stop: one line at once, and the third ends the process."""
 
 import logging
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -32,32 +30,6 @@ for _ in range(3):
     time.sleep(0.2)
 time.sleep(900)
 """
-COMPILE = """
-import subprocess, sys, threading
-from wandistiller.distributed.shutdown import stopping
-from wandistiller.utils import interrupts
-interrupts.raise_on_signals()
-try:
-    with interrupts.interruptible():
-        for reason in sys.argv[2:]:
-            threading.Timer(0.5, stopping.request_stop, [reason]).start()
-        subprocess.run([sys.executable, "-m", "ninja"], cwd=sys.argv[1], stdout=subprocess.PIPE, check=True)
-except interrupts.Interrupted as interrupted:
-    sys.exit(interrupted.exit_code)
-"""
-RANK_OF_A_LAUNCHER = """
-import os, sys, time
-from wandistiller.distributed.shutdown import stopping
-while len(sys.argv) > 1 and os.getppid() == int(sys.argv[1]):
-    time.sleep(0.01)
-stopping.remember_launchers()
-print("begins:", stopping.reason, flush=True)
-while not stopping.reason:
-    stopping.poll()
-    time.sleep(0.02)
-print("ends:", stopping.reason, flush=True)
-"""
-LAUNCHED = {"TORCHELASTIC_RUN_ID": "none"}
 
 
 @pytest.fixture
@@ -66,12 +38,6 @@ def listener() -> Iterator[ShutdownListener]:
     listening.install(None)
     yield listening
     listening.release()
-
-
-def unshares() -> bool:
-    """Return whether this user may make a PID namespace."""
-    words = ["unshare", "--pid", "--mount-proc", "--kill-child", "--fork", "true"]
-    return bool(shutil.which("unshare")) and subprocess.run(words, capture_output=True).returncode == 0
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -150,38 +116,3 @@ def test_the_third_request_ends_the_process_with_the_exit_code_of_a_shell(tmp_pa
             "SIGINT: once more ends it now, without saving",
             "ended by SIGINT, without saving",
         ]
-
-
-def test_a_signal_ends_ninja_and_the_compilers_that_it_has_started(tmp_path: Path) -> None:
-    rule = "rule compile\n  command = sleep 9999\nbuild a.o: compile\nbuild b.o: compile\n"
-    (tmp_path / "build.ninja").write_text(rule)
-    with background_run([sys.executable, "-c", COMPILE, str(tmp_path)], tmp_path / "log") as run:
-        until(lambda: sum(words.startswith("sleep") for words in run.processes().values()) == 2)
-        os.kill(run.process.pid, signal.SIGTERM)
-        assert run.end() == 128 + signal.SIGTERM  # once all have ended
-
-
-def test_a_request_without_a_signal_ends_a_build_too(tmp_path: Path) -> None:
-    (tmp_path / "build.ninja").write_text("rule compile\n  command = sleep 9999\nbuild a.o: compile\n")
-    with background_run([sys.executable, "-c", COMPILE, str(tmp_path), "STOP"], tmp_path / "log") as run:
-        assert run.end() == 128 + signal.SIGTERM
-
-
-def test_a_rank_of_a_launcher_of_any_name_goes_on_until_that_ends(tmp_path: Path) -> None:
-    words = ["bash", "-c", '"$@"; true', "launcher", sys.executable, "-c", RANK_OF_A_LAUNCHER]
-    with background_run(words, tmp_path / "log", **LAUNCHED) as run:
-        run.wait_for("begins: None")
-        run.process.kill()
-        run.end()
-        assert f"ends: the end of its launcher (process {run.process.pid})" in run.output()
-
-
-@pytest.mark.skipif(not unshares(), reason="needs the right to make a PID namespace")
-@pytest.mark.parametrize("first", [["--fork"], ["--fork", "bash", "-c", '"$@"; true', "first"]])
-def test_a_rank_in_a_pid_namespace_of_its_own_begins(first: list[str], tmp_path: Path) -> None:
-    """It is the first process there, or the child of one that is."""
-    words = ["unshare", "--pid", "--mount-proc", "--kill-child", *first]
-    with background_run(
-        [*words, sys.executable, "-c", RANK_OF_A_LAUNCHER], tmp_path / "log", **LAUNCHED
-    ) as run:
-        assert run.wait_for("begins: None")

@@ -15,13 +15,13 @@ from wandistiller.engine.batch_size import BatchSize, batch_size
 from wandistiller.engine.ds_json import DeepSpeedJson
 from wandistiller.engine.ds_overrides import fill_auto
 from wandistiller.engine.ds_schema import section_types
-from wandistiller.engine.ds_unsupported import NOT_OFFERED
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import SHIPPED
 
 # DeepSpeed 0.19.8 reads these too, and has removed them, or reads an old name
 GONE = {"bfloat16", "vocabulary_size"}
+REFUSED = {"managed_gradient_accumulation", "gradient_allreduce_op"}
 STUDENT = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
 
 
@@ -58,7 +58,7 @@ def refused(check: Any, ds: dict[str, Any], *args: Any) -> list[str]:
 
 def test_the_top_level_keys_are_those_that_deepspeed_reads() -> None:
     DeepSpeedConfig(Recorder(train_batch_size=1))
-    assert section_types()[""].keys() == Recorder.read - {*NOT_OFFERED} - GONE
+    assert section_types()[""].keys() == Recorder.read - {*ds_config.NOT_OFFERED} - GONE - REFUSED
 
 
 def test_the_keys_of_activation_checkpointing_are_deepspeed_s_constants() -> None:
@@ -92,30 +92,11 @@ def test_batch_numbers_that_do_not_multiply_up_are_refused() -> None:
     assert problem.startswith("x.json: train_batch_size 24 is not ") and "x 2 ranks" in problem
 
 
-@pytest.mark.parametrize(
-    ("numbers", "ranks", "remedy"),
-    [
-        ((64, None, None), 3, "shared by 3 ranks; use 1, 2, 4 or 8, or write a multiple of 3."),
-        ((64, 16, None), 3, "3 ranks, 16 at a time; use 1, 2 or 4, or write a multiple of 48."),
-        ((64, None, 16), 3, "3 ranks in 16 micro-steps; use 1, 2 or 4, or write a multiple of 48."),
-        ((64, None, None), 12, "12 ranks; use 1, 2, 4, 8 or 16, or write a multiple of 12."),
-        ((25, 3, None), 1, "1 rank, 3 at a time; write a multiple of 3."),
-    ],
-)
-def test_a_batch_that_the_ranks_cannot_share_is_told_which_numbers_of_ranks_can(
-    numbers: tuple[int | None, ...], ranks: int, remedy: str
-) -> None:
-    (problem,) = refused(batch_size, batch_json(*numbers), ranks)
-    of = f"`train_batch_size` is {numbers[0]}. {numbers[0]} samples cannot be shared by "
-    assert problem.startswith(f"x.json: {of}") and problem.endswith(remedy)
-
-
-@pytest.mark.parametrize(("numbers", "least"), [((2, 3, None), 6), ((1, None, None), 2), ((3, None, 2), 4)])
-def test_a_batch_smaller_than_one_sample_a_rank_is_refused(
-    numbers: tuple[int | None, ...], least: int
-) -> None:
+@pytest.mark.parametrize("numbers", [(2, 3, None), (1, None, None), (3, None, 2)])
+def test_a_batch_smaller_than_one_sample_a_rank_is_refused(numbers: tuple[int | None, ...]) -> None:
     (problem,) = refused(batch_size, batch_json(*numbers), 2)
-    assert problem == f"x.json: `train_batch_size` is {numbers[0]}. On 2 rank(s) it must be at least {least}."
+    assert problem.startswith(f"x.json: train_batch_size {numbers[0]} is not ")
+    assert "Write a multiple of the 2 ranks" in problem
 
 
 @pytest.mark.parametrize("section", section_types())
@@ -152,18 +133,12 @@ def test_what_deepspeed_would_choose_in_silence_is_written_out() -> None:
     assert ds["timers"] == {"throughput": {"enabled": False}}
 
 
-def test_the_gradients_of_a_batch_may_be_asked_for_as_they_are_by_default() -> None:
-    more = {"managed_gradient_accumulation": True, "gradient_allreduce_op": "mean"}
-    assert ds_config.student_engine(x_json(STUDENT | more), 2).raw.items() >= more.items()
-
-
 @pytest.mark.parametrize(
     ("optimizer", "decay"),
     [
         ({"type": "AdamW", "params": {"lr": 1e-4}}, 0.0),
         ({"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True}}, 0.0),
         ({"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}}, 0.1),
-        ({"type": "Lion", "params": {"lr": 1e-4}}, None),
     ],
     ids=str,
 )

@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -29,7 +28,6 @@ from wandistiller.engine.preflight import config_problems
 from wandistiller.experts import Expert
 from wandistiller.wan import transformer
 from wandistiller.wan.kernels import use_kernels
-from wandistiller.wan.structure import PARTS
 
 LAYERS = 3
 
@@ -44,7 +42,7 @@ def batch(seed: int) -> Batch:
 def engine_of(**more: Any) -> EngineConfig:
     adam = ADAM | {"params": ADAM["params"] | {"torch_adam": True}}
     ds = {"train_micro_batch_size_per_gpu": 2, "optimizer": adam, **more}
-    return student_engine(load(ds), 1).with_number_of_checkpoints(LAYERS, PARTS)
+    return student_engine(load(ds), 1)
 
 
 def curve(config: EngineConfig, steps: int = 5) -> list[float]:
@@ -110,28 +108,12 @@ CHECKPOINTED = {
     "profiled": {"profile": True, "synchronize_checkpoint_boundary": True, "number_checkpoints": LAYERS},
     "partitioned": {"partition_activations": True},
     "partitioned on the CPU": {"partition_activations": True, "cpu_checkpointing": True},
-    "partitioned, contiguous": {"partition_activations": True, "contiguous_memory_optimization": True},
-    "all": {"partition_activations": True, "cpu_checkpointing": True, "contiguous_memory_optimization": True},
 }
 MODULES = [
     {"checkpoint_every": 2},
     {"checkpoint": "attention"},
     {"checkpoint": "feed_forward", "checkpoint_every": 2},
 ]
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("stage", [0, 1])
-def test_the_loss_scale_of_fp16_autocast_is_saved_and_restored(stage: int) -> None:
-    autocast = {"enabled": True, "dtype": "float16"}
-    config = engine_of(zero_optimization={"stage": stage}, torch_autocast=autocast)
-    first, second = (
-        learner_of(small_transformer(0, LAYERS), config).trained[Expert.HIGH_NOISE] for _ in range(2)
-    )
-    saved = read_engine(first)
-    saved["autocast_scaler"] |= {"scale": 512.0, "_growth_tracker": 7}
-    write_engine(second, saved, set())
-    assert read_engine(second)["autocast_scaler"] == saved["autocast_scaler"]
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -183,30 +165,8 @@ def reference() -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("stage", [2, 3])
-def test_autocast_of_one_engine_does_not_scale_the_gradients_of_another(
-    stage: int, reference: dict[str, Tensor]
-) -> None:
-    config = engine_of(zero_optimization={"stage": stage})
-    gradients(config.replaced(torch_autocast={"enabled": True, "dtype": "float16"}))
-    torch.testing.assert_close(gradients(config), reference, rtol=1e-4, atol=1e-7)
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_blocks_are_recomputed_in_the_autocast_of_the_forward_pass(dtype: str) -> None:
-    config = engine_of(torch_autocast={"enabled": True, "dtype": dtype})
-    recomputed = gradients(config.replaced(activation_checkpointing={"partition_activations": False}))
-    kept = gradients(config)
-    for name in kept:  # shared inputs' gradients are added in another order, in half precision
-        torch.testing.assert_close(
-            recomputed[name], kept[name], rtol=0, atol=0.02 * kept[name].abs().max().item()
-        )
-
-
 ON_CPU = "partitioned on the CPU"
-USUAL = [("no key", 2, {}), ("all", 2, {}), (ON_CPU, 3, {}), ("no key", 3, MODULES[0])]
+USUAL = [("no key", 2, {}), (ON_CPU, 2, {}), (ON_CPU, 3, {}), ("no key", 3, MODULES[0])]
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -246,16 +206,7 @@ def test_only_what_is_named_is_computed_twice(
     assert calls == {"": blocks, "attn1.to_q": attentions, "ffn.net.2": feed_forwards}
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_the_flops_profiler_of_the_json_counts_a_whole_forward_pass(tmp_path: Path) -> None:
-    section = {"enabled": True, "profile_step": 1, "output_file": str(tmp_path / "flops.txt")}
-    curve(engine_of(flops_profiler=section), steps=2)
-    text = (tmp_path / "flops.txt").read_text()
-    assert "fwd flops per GPU" in text and "WanTransformer3DModel" in text
-
-
 PLAIN = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
-UNCORRECTED = {"type": "AdamW", "params": {"lr": 1e-4, "bias_correction": False}}
 OFFLOADED = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
 NVME = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "swap"}}
 
@@ -272,10 +223,7 @@ def on_a_gpu_without_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
     ("more", "key"),
     [
         ({"optimizer": ADAM}, ""),
-        ({"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}, "optimizer.type"),
         ({"optimizer": PLAIN}, ""),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "bias_correction": True}}}, ""),
-        ({"optimizer": UNCORRECTED, "zero_optimization": OFFLOADED}, ""),
         ({"optimizer": ADAM, "zero_optimization": OFFLOADED}, ""),
         ({"optimizer": PLAIN, "zero_optimization": NVME}, "zero_optimization.offload_optimizer.device"),
     ],
@@ -289,35 +237,22 @@ def test_what_needs_nvcc_on_a_gpu_is_refused_where_there_is_none(
     assert all(f"`{key}`" in p and "Install the CUDA toolkit" in p for p in problems)
 
 
-def test_an_adam_without_correction_is_refused_on_gpus_without_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = EngineConfig("x.json", {"train_micro_batch_size_per_gpu": 2, "optimizer": UNCORRECTED})
-    assert config_problems(engine) == []
-    on_a_gpu_without_nvcc(monkeypatch)
-    assert config_problems(engine) == [
-        "x.json: `optimizer.params.bias_correction` is false. Without nvcc Adam is torch's, which always "
-        "corrects. Remove it, or offload the optimizer."
-    ]
-
-
 def test_torch_s_fused_adam_replaces_deepspeed_s_on_gpus_without_nvcc_and_there_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain = EngineConfig("x.json", {"optimizer": ADAM, "zero_optimization": {"stage": 2}})
     offloaded = plain.replaced(zero_optimization=OFFLOADED)
-    corrected = {"type": "AdamW", "params": ADAM["params"] | {"bias_correction": True}}
     assert extensions.with_fused_adam(plain) == plain
     on_a_gpu_without_nvcc(monkeypatch)
     assert extensions.with_fused_adam(offloaded) == offloaded
-    for engine in (plain, plain.replaced(optimizer=corrected)):
-        params = extensions.with_fused_adam(engine).section("optimizer.params")
-        assert params == ADAM["params"] | {"torch_adam": True, "fused": True}
+    params = extensions.with_fused_adam(plain).section("optimizer.params")
+    assert params == ADAM["params"] | {"torch_adam": True, "fused": True}
 
 
 COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 5, "warmup_num_steps": 2}}
 DECAY = {"total_num_steps": 5, "warmup_num_steps": 2, "warmup_max_lr": 1e-3}
 KEYS = [
     {"communication_data_type": "fp32"},
-    {"data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"stage": 2}},
     {"bf16": {"enabled": True, "bf16_master_weights_and_grads": False}},
     {"prescale_gradients": False},
     {"wall_clock_breakdown": True},
@@ -328,7 +263,7 @@ KEYS = [
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("more", slow_but(KEYS[1:3], KEYS), ids=str)
+@pytest.mark.parametrize("more", slow_but(KEYS[1:2], KEYS), ids=str)
 def test_a_key_of_the_json_needs_no_code(more: dict[str, Any]) -> None:
     losses = curve(engine_of(**({"bf16": {"enabled": True}} | more)))
     assert losses[-1] < losses[0]

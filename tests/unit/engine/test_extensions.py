@@ -19,7 +19,6 @@ from wandistiller.engine.extensions import needed, reason
         (student_engine(2), ["cpu_adam"]),
         (student_engine(2, offload=False), ["fused_adam"]),
         (student_engine(2, offload=False, optimizer={"type": "Adam", "params": {"torch_adam": True}}), []),
-        (student_engine(2, optimizer={"type": "Lion"}), ["cpu_lion"]),
         ("ds_configs/student/zero3_nvme.json", ["cpu_adam", "async_io"]),
         ("ds_configs/teacher/zero_inference_nvme.json", ["async_io"]),
         ("ds_configs/teacher/streamed.json", []),

@@ -70,12 +70,6 @@ def test_a_monitor_s_folder_that_cannot_be_made_is_refused(section: str, tmp_pat
     assert not (tmp_path / "new").exists()
 
 
-def test_a_profile_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    (message,) = problems(flops_profiler=ON | {"output_file": str(tmp_path / "file" / "flops.txt")})
-    assert message.startswith("recipe: `flops_profiler.output_file` is ")
-
-
 def test_compiled_blocks_without_a_compiler_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""Alarms, on given curves and pictures; and, marked slow, on real runs."""
+"""Alarms, on given curves; and, marked slow, on real runs."""
 
 import json
 import math
@@ -6,10 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 from ranks import wandistiller, write_json
 from recipes import recipe, student_engine, train
-from torch import Tensor
 
 from wandistiller.monitoring.alarms import (
     LONG_WINDOW,
@@ -18,7 +16,6 @@ from wandistiller.monitoring.alarms import (
     WAITING,
     Alarms,
     Seconds,
-    image_stats,
 )
 from wandistiller.objectives.dmd2 import Dmd2
 
@@ -155,36 +152,6 @@ def test_only_data_that_is_waited_for_all_the_time_raises_an_alarm(
         alarms.step(step, 1 / step, 1.0, 1e-4, of_ranks)
     assert raised(tmp_path) == kinds
     assert not kinds or re.search(r"\d\d% .* 0\.\d+ s a step", (tmp_path / "alarms.jsonl").read_text())
-
-
-def picture(contrast: float) -> list[Tensor]:
-    """Return an image_CHW with half of the pixels that much below 0.5, half above."""
-    return [torch.tensor([0.5 - contrast, 0.5 + contrast]).expand(3, 4, 2)]
-
-
-def test_contrast_is_the_standard_deviation_and_clipped_pixels_are_counted() -> None:
-    assert image_stats(picture(0.25)) == (pytest.approx(0.25, rel=0.05), 0)
-    assert image_stats(picture(0.5)).clipped == 1
-
-
-DRAWN = [
-    ((0.1, 0.1), ["contrast"]),
-    ((0.05, 0.1), []),
-    ((0.4, 0.5), ["contrast", "clipped"]),
-    ((0.2, 0.25), []),
-    ((0.1,), []),
-]
-"""The student's contrast in each picture, the teacher's being 0.25, and the kinds of alarms."""
-
-
-@pytest.mark.parametrize(("contrasts", "kinds"), DRAWN)
-def test_pictures_unlike_the_teacher_s_that_do_not_improve_raise_an_alarm(
-    contrasts: tuple[float, ...], kinds: list[str], tmp_path: Path
-) -> None:
-    alarms = Alarms(tmp_path)
-    for step, contrast in enumerate(contrasts):
-        alarms.pictures(step, {"teacher": picture(0.25), "student": picture(contrast)})
-    assert raised(tmp_path) == kinds
 
 
 @pytest.mark.slow

@@ -141,6 +141,24 @@ def test_few_step_samples_whose_colours_leave_the_teacher_s_are_a_sign(
         assert not list(of_many_steps.samples(TEACHER, student._replace(distance=math.nan)))
 
 
+@pytest.mark.parametrize(
+    ("contrasts", "kinds"),
+    [
+        ([0.1, 0.1], ["contrast"]),
+        ([0.05, 0.1], []),
+        ([0.4, 0.5], ["contrast"]),
+        ([0.2, 0.25], []),
+        ([0.1], []),
+    ],
+)
+def test_pictures_whose_contrast_leaves_the_teacher_s_and_does_not_come_back_are_a_sign(
+    contrasts: list[float], kinds: list[str]
+) -> None:
+    checks, teacher = HealthChecks(), TEACHER._replace(contrast=0.25)
+    drawn = [checks.samples(teacher, teacher._replace(contrast=contrast)) for contrast in contrasts]
+    assert [kind for alarms in drawn for kind, _ in alarms] == kinds
+
+
 def test_images_without_a_second_seed_have_no_motion_and_no_distance_to_compare() -> None:
     none = SampleStats(*sample_stats(torch.randn(2, 4, 1, 8, 8)).mean(0).tolist())
     assert list(HealthChecks().samples(none, none)) == []

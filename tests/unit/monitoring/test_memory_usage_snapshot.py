@@ -29,12 +29,6 @@ def problems(folder: Path, wan: Path, **more: object) -> list[str]:
     return caught.value.problems
 
 
-def test_a_step_beyond_the_last_is_refused_with_all_other_problems(tmp_path: Path, wan1: Path) -> None:
-    messages = problems(tmp_path, wan1, profile_memory=5, background="#12")
-    assert "`profile_memory` is 5, but the run ends with step 4. Write a step of it." in messages
-    assert any("background" in message for message in messages)
-
-
 def test_a_machine_without_a_gpu_has_no_memory_to_record(
     tmp_path: Path, wan1: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

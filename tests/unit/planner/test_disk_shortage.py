@@ -85,7 +85,7 @@ def test_a_run_is_refused_from_a_fifth_over_what_is_free_on_and_warned_of_below(
     found = {}
     for times in (0.99, 1.01, 1.19, 1.21):
         machine = replace(ONE_24, device_free=int(needs / times))
-        monkeypatch.setattr(disk, "machine_now", lambda machine=machine: machine)
+        monkeypatch.setattr(disk, "this_machine", lambda _, machine=machine: machine)
         short = shortages([run])
         found[times] = len(short.far), len(short.of_memory)
     assert found == {0.99: (0, 0), 1.01: (0, 1), 1.19: (0, 1), 1.21: (1, 0)}

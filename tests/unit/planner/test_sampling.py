@@ -8,7 +8,7 @@ from shipped import placement
 
 from wandistiller.evaluation.sampling import Sampling
 from wandistiller.planner import sampling
-from wandistiller.planner.sampling import choose
+from wandistiller.planner.sampling import Drawing, choose
 from wandistiller.wan.pipeline import open_wan
 
 IMAGE = Sampling(height=480, width=832, steps=4)
@@ -21,7 +21,7 @@ def chosen(published: Path, wan: str, machine: tuple[int, int], how: Sampling, b
     folder = open_wan(str(published / "Wan-AI" / f"{wan}-Diffusers"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "this_machine", lambda _: gpus(1, *machine))
-        placed, at_once = choose(AUTO, [folder], how, batch, 1)
+        placed, at_once = choose(AUTO, Drawing([folder], how, batch, 1))
     return placed.describe(), at_once
 
 
@@ -61,4 +61,4 @@ def test_where_nothing_has_room_what_lacks_least_is_taken_and_a_warning_says_so(
 def test_what_is_named_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     named, folder = placement("streamed"), open_wan("tiny")
     monkeypatch.setattr(sampling, "this_machine", None)  # a call would raise
-    assert choose(named, [folder], IMAGE, 1, 1) == (named, 1)
+    assert choose(named, Drawing([folder], IMAGE, 1, 1)) == (named, 1)

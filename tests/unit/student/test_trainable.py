@@ -1,13 +1,11 @@
 """Frozen parts, learning-rate factors, moving averages and LoRA in real engines against plain PyTorch."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpointed import saved
-from networks import network_of
 from on_ranks.tuning import (
     PARTLY,
     batch,
@@ -56,7 +54,6 @@ def test_the_last_factor_that_names_a_part_counts_and_a_star_is_the_rest() -> No
     assert factor({"blocks": 0.5}, "proj_out.weight") == 1.0
 
 
-ADAGRAD = {"optimizer": {"type": "Adagrad", "params": {"lr": 1e-3}}}
 NONE = "The student has no such part."
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"frozen": ["blocks.2-"]}, f'`frozen` is "blocks.2-". {NONE}'),
@@ -64,10 +61,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"lora": {"targets": ["to_w"]}}, f'`lora.targets` is "to_w". {NONE} Did you mean `to_v`?'),
     ({"lora": {"targets": [1]}, "learning_rates": {"to_q": 2}}, "`lora.targets.0` is 1."),
     ({"lora": {"rnk": 4}}, "`lora.rnk` is 4. Unknown key. Did you mean `rank`?"),
-    (
-        {"learning_rates": {"proj_out": 2}, "deepspeed_config": student_engine(2, offload=False) | ADAGRAD},
-        "ZeRO joins Adagrad's parameter groups, so that it takes no `learning_rates`.",
-    ),
     ({"lora": {}, "frozen": ["bias"]}, '`frozen` is ["bias"]. With `lora` all but the adapters is frozen'),
 ]
 
@@ -127,8 +120,6 @@ SCHEDULES: list[dict[str, Any]] = [
         "type": "WarmupCosineLR",
         "params": {"total_num_steps": 5, "warmup_num_steps": 3, "warmup_min_ratio": 0.1},
     },
-    {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_first_step_size": 2}},
-    {"type": "LRRangeTest", "params": {"lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2}},
 ]
 
 
@@ -185,25 +176,6 @@ def test_a_lora_student_starts_as_its_base_and_only_adapters_change(
         assert all("lora_" in name for name in masters(student))
         assert min(v.abs().max() for n, v in masters(student).items() if "lora_B" in n) > 1e-4
     assert curves[0] == pytest.approx(curves[1], rel=1e-6) and len(set(curves[0])) == 3
-
-
-@pytest.mark.parametrize("stage", slow_but([2], [0, 2, 3]))
-def test_a_pass_without_gradients_has_the_autocast_of_one_with_them(
-    stage: int, one_rank: torch.device
-) -> None:
-    autocast = {"enabled": True, "dtype": "bfloat16"}
-    frozen = network_of(small_transformer(1, layers=3).eval().requires_grad_(False))
-    low = {Expert.LOW_NOISE: frozen}
-    student, plain = (
-        build(LORA, engine(stage, torch_autocast=autocast), frozen=low),
-        build(LORA, engine(stage)),
-    )
-    trained_BCFHW = student.velocity(batch(0)).detach()
-    with torch.no_grad():
-        drawn_BCFHW = student.velocity(batch(0))
-        frozen_BCFHW = student.velocity(replace(batch(0), expert=Expert.LOW_NOISE))
-        assert torch.equal(drawn_BCFHW, trained_BCFHW) and torch.equal(frozen_BCFHW, trained_BCFHW)
-        assert not torch.equal(drawn_BCFHW, plain.velocity(batch(0)))
 
 
 def test_adapters_start_equal_whatever_was_drawn_before(one_rank: torch.device) -> None:

@@ -39,7 +39,6 @@ from wandistiller.wan.transformer_config import TransformerConfig
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
 BF16 = {"bf16": {"enabled": True}}
-BUFFERS_BF16 = BF16 | {"data_types": {"buffer_dtype": "bf16", "keep_in_fp32_modules": []}}
 
 
 def config_of(folder: Path, expert: Expert = Expert.HIGH_NOISE) -> TransformerConfig:
@@ -133,7 +132,6 @@ def test_load_sharded_is_bitwise_diffusers_from_pretrained(wan2: Path, dtype: to
 LIMITED = {"placement": "device_map", "max_memory": {"cpu": "600KiB"}}
 ON_DISK = {"placement": "device_map", "device_map": {"blocks.1-": "disk", "*": "cpu"}}
 TEACHERS = {
-    "replicated bf16, buffers too": BUFFERS_BF16,
     "sharded float32": {"zero_optimization": {"stage": 3}},
     "device_map bf16, with a limit": BF16 | {"wandistiller": LIMITED},
     "device_map bf16, most on disk": BF16 | {"wandistiller": ON_DISK},
@@ -181,12 +179,12 @@ def test_a_one_expert_teacher_serves_both_names_with_one_module(wan1: Path) -> N
     assert teacher.experts[Expert.HIGH_NOISE] is teacher.experts[Expert.LOW_NOISE]
 
 
-PRECISIONS = {"bf16": BF16, "bf16 with its buffers": BUFFERS_BF16, "float32": {}}
+PRECISIONS = {"bf16": BF16, "float32": {}}
 
 
 @pytest.mark.parametrize(
     ("stage", "precision"),
-    slow_but([(2, "bf16"), (3, "bf16 with its buffers")], product((1, 2, 3), PRECISIONS)),
+    slow_but([(2, "bf16"), (3, "bf16")], product((1, 2, 3), PRECISIONS)),
 )
 @pytest.mark.usefixtures("one_rank")
 def test_rope_tables_survive_every_engine(wan1: Path, stage: int, precision: str) -> None:

@@ -17,8 +17,7 @@ from styles import style
 
 from wandistiller.config.job import Job
 from wandistiller.config.recipe import read_recipe, recipe_of
-from wandistiller.config.stage_order import order_problems
-from wandistiller.config.stages import read_jobs
+from wandistiller.config.stages import order_problems, read_jobs
 from wandistiller.config.validate import read_job
 from wandistiller.objectives.objective import read_objective
 from wandistiller.utils.errors import ConfigError

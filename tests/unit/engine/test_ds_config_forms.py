@@ -14,7 +14,7 @@ from states import state
 
 from wandistiller.config.validate import read_job
 from wandistiller.engine.ds_config import load, student_engine
-from wandistiller.engine.ds_overrides import EngineOverrides, apply_overrides, fill_auto
+from wandistiller.engine.ds_overrides import apply_overrides, fill_auto
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.preflight import config_problems
 from wandistiller.experts import Expert
@@ -81,7 +81,7 @@ def read(given: dict[str, Any], lr: float | None = LR) -> EngineConfig:
     """The engine of a JSON on one rank, checked by this package and by DeepSpeed's own reader."""
     json = load(given)
     if lr and "optimizer" not in given and "scheduler" not in given:
-        json = apply_overrides(json, EngineOverrides(lr=lr))
+        json = apply_overrides(json, lr=lr)
     engine = student_engine(fill_auto(json, STEPS), 1)
     if problems := config_problems(engine, here=False):
         raise ConfigError(*problems)
@@ -134,16 +134,10 @@ def test_without_any_rate_the_message_names_flag_recipe_and_json(tmp_path: Path)
             "`zero_optimization.cpu_offload` is true. Unknown key. Did you mean `offload_optimizer`?",
         ),
         ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-4}}}, "Write one of: Adam, AdamW"),
-        (zero("2"), '`zero_optimization.stage` is "2". Write one of: 0, 1, 2, 3. Remove the quotes.'),
+        (zero("2"), '`zero_optimization.stage` is "2". Write one of: 0, 1, 2, 3.'),
         (
             zero(2, offload_optimizer={"device": "cpu", "ratio": 0.5}),
-            "`zero_optimization.offload_optimizer.ratio` is 0.5. At stage 2 all is offloaded or nothing. "
-            "Remove it, or write stage 3.",
-        ),
-        (
-            zero(3, ratio=0.5),
-            "`zero_optimization.ratio` is 0.5. Its place is the section "
-            "`zero_optimization.offload_optimizer`.",
+            "`zero_optimization.offload_optimizer.ratio` is 0.5. It does not go with",
         ),
         (
             zero(3, compute_grad_norm=False) | {"gradient_clipping": 0},

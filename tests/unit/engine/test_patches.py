@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from wandistiller.utils import extension_locks
-from wandistiller.utils.extension_locks import sole_builder
+from wandistiller.engine import patches
+from wandistiller.engine.patches import sole_builder
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(extension_locks, "WAIT", 0.05)
+    monkeypatch.setattr(patches, "WAIT", 0.05)
     return tmp_path
 
 
