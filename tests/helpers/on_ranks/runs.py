@@ -1,4 +1,4 @@
-"""Called on ranks by test_curves.py, test_layouts.py and bench/curves.py: short runs under the student JSONs.
+"""Called on ranks by test_layouts.py and bench/curves.py: short runs under the student JSONs.
 
 An engine is `NAME PRECISION`: a shipped JSON's ZeRO stage and offload, in float32 or bf16.
 """
