@@ -44,6 +44,7 @@ def test_the_difference_is_named(
     assert json.loads((trained / "run" / "resolved" / "run.json").read_text())["seed"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank", "quiet_logging")
 def test_a_run_whose_media_were_replaced_goes_on_only_if_it_is_allowed(
     tmp_path: Path, wan2: Path, capsys: pytest.CaptureFixture
