@@ -38,10 +38,9 @@ if [ "$(cat .venv/wanted 2>/dev/null)" != "$wanted" ]; then
   echo "installing into .venv with $("$python" -V) (a few minutes, once)"
   if [ "$python" != .venv/bin/python ]; then "$python" -m venv --clear .venv; fi
   .venv/bin/pip install -q --upgrade pip
-  # torch first and alone: anything else would pull another build of it
+  # torch first and alone: anything else would pull another build of it. Files are compiled when they are imported, few of all
   .venv/bin/pip install -q --no-compile --retries 2 --no-deps torch==2.13.0 "${torch_index[@]}"
   .venv/bin/pip install -q --no-compile -r launch/requirements.txt -e .
-  .venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true # on all cores; pip takes one. Some files are templates
   echo "$wanted" >.venv/wanted
 fi
 RANKS=$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count() or 2)')

@@ -20,6 +20,9 @@ os.environ["no_proxy"] = os.environ["NO_PROXY"] = "*"  # servers of tests are on
 
 import pytest
 import torch
+import traces
+
+traces.share()
 
 if TYPE_CHECKING:
     from wandistiller.wan.folder import WanFolder

@@ -24,9 +24,9 @@ class Wans(dict[str, Path]):
         return self[form]
 
     def settings(self, form: str, **more: Any) -> dict[str, Any]:
-        """A recipe's keys for a run of three steps."""
+        """A recipe's keys for a run of two steps."""
         data = with_last_images(self.data) if form == BOTH_ENDS else self.data
-        settings = {"data_path": str(data), "sample_prompts": ["left"], "max_steps": 3, "rollout_steps": 2}
+        settings = {"data_path": str(data), "sample_prompts": ["left"], "max_steps": 2, "rollout_steps": 2}
         settings |= SIZE | {"deepspeed_config": ENGINE, "cache_dir": str(self.folder / f"cache {form}")}
         return settings | more
 

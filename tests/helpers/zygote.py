@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from contextlib import ExitStack, suppress
@@ -121,24 +120,6 @@ def _become(words: list[str], cwd: str, rank: Rank) -> None:
         os._exit(code)
 
 
-def _plan_usual_runs() -> None:
-    """Trace the small pipelines' networks, for two seconds; the forked ranks have the results."""
-    from recipes import recipe
-    from small_wan import make_wan
-    from tqdm import tqdm
-
-    from wandistiller.config.run_config import RunConfig
-    from wandistiller.config.validate import read_job
-    from wandistiller.planner.machine import this_machine
-    from wandistiller.planner.peak_memory import plan
-
-    tqdm.monitor_interval = 0  # its thread
-    with tempfile.TemporaryDirectory() as folder:
-        for experts in (1, 2):
-            wan = make_wan(Path(folder, f"wan{experts}"), experts=experts)
-            plan(read_job(RunConfig(**recipe(Path(folder), wan)), 1), this_machine(Path()))
-
-
 def _take_async_io_of_cpus() -> None:
     """Let async_io be the build for CPUs: the one for GPUs links libraries that torch's CPU build lacks."""
     from deepspeed.git_version_info import installed_ops
@@ -176,6 +157,10 @@ def _answer(asked: socket.socket) -> NoReturn:
 def _serve(around: int) -> None:
     """Answer what is asked on stdin, a socket that listens, until the process `around` all ends."""
     gc.disable()
+    import traces
+
+    if traces.FOLDER in os.environ:
+        traces.share()
     import peft  # noqa: F401  this and the next classes are imported by commands at their first use
     from deepspeed.ops.op_builder import CPUAdamBuilder
     from diffusers import WanImageToVideoPipeline, WanPipeline  # noqa: F401
@@ -188,9 +173,7 @@ def _serve(around: int) -> None:
     patch_deepspeed()
     CPUAdamBuilder().load()
     if "SIMULATED_GPUS" in os.environ:
-        _take_async_io_of_cpus()  # and no plan: to trace a backward pass, autograd starts a thread for a GPU
-    else:
-        _plan_usual_runs()
+        _take_async_io_of_cpus()
 
     gc.freeze()  # imported objects are never garbage; scanning them again takes each rank a second or more
     gc.enable()

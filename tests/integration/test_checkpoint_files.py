@@ -128,6 +128,7 @@ def test_a_run_goes_on_from_the_one_before_sets_the_damaged_aside_and_ends_equal
     assert [line["step"] for line in metrics(cut)] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_an_earlier_checkpoint_can_be_named_and_newer_ones_are_set_aside(
     cut: Path, folder: Path, again: dict[str, Any]
 ) -> None:

@@ -44,7 +44,7 @@ def assert_same_curves(output: Path, reference: Path) -> None:
 @pytest.mark.parametrize(
     ("objective", "micro"),
     slow_but(
-        [(DMD2, 8), (SHARED | MIXED, 2)],
+        [(DMD2, 8)],
         [(DMD2, 8), (SHARED, 8), (SHARED | MIXED, 2), (CARRIED, 2), (CARRIED | {"shared": False}, 8)],
     ),
 )

@@ -124,6 +124,7 @@ def test_a_student_whose_samples_are_not_finite_is_named_and_draws_no_picture(
         evaluate(comparison(student, tmp_path, "--teacher_path", wan1, "--quick", prompts=PROMPTS[:1]))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 def test_embedded_prompts_are_judged_by_the_shapes_program(wan1: Path, tmp_path: Path) -> None:
     prompts = shapes.HELD_OUT[:2]

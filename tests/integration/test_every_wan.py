@@ -19,7 +19,7 @@ from PIL import Image
 from published_wan import PUBLISHED, Published, hub_cache
 from ranks import losses, wandistiller
 from reading import read_run
-from recipes import ADAM, recipe_file, student_engine
+from recipes import TORCH_ADAM, recipe_file, student_engine
 from safetensors.torch import load_file
 from small_wan import FORMS, make_wan
 
@@ -30,7 +30,6 @@ from wandistiller.config.validate import read_job
 from wandistiller.training.prepare import prepare
 from wandistiller.wan.folder import WanFolder
 
-TORCH_ADAM = ADAM | {"params": ADAM["params"] | {"torch_adam": True}}  # DeepSpeed's own takes 4 s to set up
 FACTS = {  # parameters of each expert; guidance and shift; what height and width are multiples of
     "1.3B": ([1_418_996_800], (5.0, 5.0, 3.0), 16),
     "14B": ([14_288_491_584], (5.0, 5.0, 3.0), 16),

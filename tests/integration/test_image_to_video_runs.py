@@ -123,7 +123,7 @@ def test_sample_writes_a_clip_that_begins_with_the_image(wans: Wans, run: tuple[
 
 def test_pictures_of_training_begin_with_the_given_frames(wans: Wans, run: tuple[str, Path]) -> None:
     form, output = run
-    _, height = Image.open(output / "samples" / "step_00000003.png").size
+    _, height = Image.open(output / "samples" / "step_00000002.png").size
     tile, gap, captions = 2 * SIZE["height"], 6, 28
     bands = 2 if form == A14B else 1  # of four clips
     # given; teacher and student in three frames
@@ -188,9 +188,9 @@ def test_ranks_that_share_sequences_learn_what_one_rank_learns(wans: Wans, form:
 def test_a_resumed_run_is_the_whole_one_bitwise(wans: Wans, form: str) -> None:
     """In the middle of the way of samples that go on from update to update."""
     more = {"objective": DMD2 | {"steps": 4, "shared": True, "carried": True}, "save_every": 1}
-    whole = wans.train(form, f"{form} whole", **more)
+    whole = wans.train(form, f"{form} whole", **more, max_steps=3)
     part = wans.train(form, f"{form} part", **more, max_steps=2)
-    again = wans.train(form, f"{form} part", **more)
+    again = wans.train(form, f"{form} part", **more, max_steps=3)
     assert part == again and losses(again) == losses(whole)
 
 
@@ -219,7 +219,7 @@ def test_the_expanded_time_form_trains_and_is_judged_on_the_embedded_first_frame
     output = wans.train(TI2V, "embedded", **more)
     words = ["--prompts", "tiny-i2v:held_out", "--num_prompts", "2"]
     wandistiller("evaluate", "--student_path", output, *words, "--quick", "--steps", "2")
-    assert len(losses(output)) == 3
+    assert len(losses(output)) == 2
     assert read_json(output / "evaluation.json")["ratio"]["motion"]["value"] > 0
 
 

@@ -1,9 +1,7 @@
 """The log of a run on stderr, and in a file for each rank."""
 
 import io
-import json
 import logging
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -159,15 +157,3 @@ def test_a_line_s_numbers_have_names_for_monitors() -> None:
     line |= {"losses": {"velocity": 1.0}, "memory_gib": {"train": {"host": [1.0, 2.0]}}, "lr": float("nan")}
     of_ranks = {f"memory_gib/train/host/rank_{rank}": gib for rank, gib in enumerate((1.0, 2.0))}
     assert scalars(line) == {"loss": 0.5, "losses/velocity": 1.0} | of_ranks
-
-
-@pytest.mark.slow
-def test_comet_has_every_step_when_the_process_has_ended(wan1: Path, tmp_path: Path) -> None:
-    pytest.importorskip("comet_ml", reason="pip install comet_ml")
-    env = {"COMET_OFFLINE_DIRECTORY": str(tmp_path / "comet")}
-    lines = run_with({"comet": {"enabled": True, "online": False}}, wan1, tmp_path, env)
-    (archive,) = (tmp_path / "comet").glob("*.zip")
-    messages = zipfile.ZipFile(archive).read("messages.json").splitlines()
-    metrics = [json.loads(line)["payload"].get("metric", {}) for line in messages]
-    found = [(m["step"], m["metricValue"]) for m in metrics if m.get("metricName") == "Train/loss"]
-    assert found == [(line["step"], line["loss"]) for line in lines]

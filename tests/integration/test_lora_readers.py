@@ -13,7 +13,6 @@ from styles import style
 from torch import Tensor, nn
 
 from wandistiller.experts import Expert
-from wandistiller.wan.lora_files import read_lora
 from wandistiller.wan.original_names import original_name
 
 LORA = {"rank": 4, "alpha": 2, "ranks": {"ffn": 2}, "targets": ["to_q", "to_k", "to_v", "to_out", "ffn"]}
@@ -123,38 +122,6 @@ def test_comfyui_and_musubi_tuner_read_every_key_and_make_the_exported_student_o
         if f"diffusion_model.{name.removesuffix('.weight')}.lora_A.weight" in lora:
             difference = (weight - weights[name]).norm()
             assert difference > 0 and (weight - student[name]).norm() < 0.01 * difference, name  # in bf16
-
-
-def pictures(pipe: WanPipeline) -> Tensor:
-    given = {"height": 32, "width": 32, "num_frames": 1, "num_inference_steps": 3, "guidance_scale": 1.0}
-    noise = torch.Generator().manual_seed(0)
-    return torch.tensor(pipe("a red circle", generator=noise, output_type="np", **given).frames)
-
-
-def merged(wan: Path, files: list[Path]) -> WanPipeline:
-    """The teacher with LoRA files merged by the package's own reader."""
-    pipe = WanPipeline.from_pretrained(wan)
-    for expert, file in zip(Expert, files, strict=True):
-        model = getattr(pipe, expert.value)
-        for layer, (a, b) in read_lora(file).layers.items():
-            model.get_submodule(layer).weight.data += b @ a
-    return pipe
-
-
-@pytest.mark.slow
-def test_pictures_through_the_file_for_comfyui_are_those_through_the_one_for_diffusers(
-    run: Path, wan2: Path
-) -> None:
-    """Merged they are the same bits, as alpha / rank is a power of two; beside the weights to rounding."""
-    comfy, folder = [run / name for name in COMFY], [run / "lora" / name for name in DIFFUSERS]
-    ours = pictures(merged(wan2, comfy))
-    assert torch.equal(ours, pictures(merged(wan2, folder)))
-    teacher, pipe = WanPipeline.from_pretrained(wan2), WanPipeline.from_pretrained(wan2)
-    for second, file in enumerate(folder):
-        pipe.load_lora_weights(file.parent, weight_name=file.name, load_into_transformer_2=bool(second))
-    theirs = pictures(pipe)
-    changed = (ours - pictures(teacher)).abs().max()
-    assert changed > 0 and (ours - theirs).abs().max() < 0.05 * changed
 
 
 @pytest.mark.slow

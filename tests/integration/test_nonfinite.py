@@ -12,7 +12,7 @@ import torch
 from checkpointed import spoil_cached
 from on_ranks.tuning import batch, build, engine
 from ranks import metrics, wandistiller, write_json
-from recipes import recipe, student_engine
+from recipes import TORCH_ADAM, recipe, student_engine
 from slow_cases import slow_but
 from torch import Tensor
 from trainers import trainer_of
@@ -111,7 +111,7 @@ SMALL |= {"sample_prompts": ["a red circle"]}
 
 def run_of(folder: Path, wan: Path, name: str, **more: Any) -> dict[str, Any]:
     """A recipe of 4 samples a step, 2 a micro-step on one rank: a prompt comes in every second step."""
-    ds = student_engine(2, **{"train_batch_size": 4, **more.pop("engine", {})})
+    ds = student_engine(2, **{"train_batch_size": 4, "optimizer": TORCH_ADAM, **more.pop("engine", {})})
     return recipe(folder, wan, output_dir=str(folder / name), deepspeed_config=ds, **SMALL | more)
 
 

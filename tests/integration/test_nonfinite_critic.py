@@ -109,6 +109,7 @@ def test_of_an_update_that_trains_both_networks_neither_learns_and_the_file_has_
     assert all(s["losses"].keys() == {"dmd2", CRITIC} for s in json.loads(file.read_text())["samples"])
 
 
+@pytest.mark.slow
 def test_samples_of_an_update_that_is_not_finite_do_not_go_on(
     cache: Path, tmp_path: Path, wan1: Path, one_rank: torch.device
 ) -> None:

@@ -176,10 +176,9 @@ def test_the_row_for_little_cpu_memory_is_what_plan_recommends(capsys: pytest.Ca
     assert_row_is_printed(row, planned("runs/least.json", machine, capsys))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("folder", "quiet_logging")
-@pytest.mark.parametrize(
-    "command", slow_but([c for c in RECOMMENDING if "1.3B" in c.line], RECOMMENDING), ids=named
-)
+@pytest.mark.parametrize("command", RECOMMENDING, ids=named)
 def test_what_plan_recommends_fits_the_same_machine(command: Command, capsys: pytest.CaptureFixture) -> None:
     assert main([*command.ours]) == 0
     machine = [

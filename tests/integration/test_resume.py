@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from ranks import metrics, wandistiller
 from recipes import recipe_file, student_engine, train
+from slow_cases import slow_but
 
 from wandistiller.cli.main import main
 
@@ -32,7 +33,7 @@ DIFFERENCES = [
 ]
 
 
-@pytest.mark.parametrize(("key", "value", "name"), DIFFERENCES)
+@pytest.mark.parametrize(("key", "value", "name"), slow_but(DIFFERENCES[:1], DIFFERENCES))
 @pytest.mark.usefixtures("one_rank", "quiet_logging")
 def test_the_difference_is_named(
     key: str, value: object, name: str, trained: Path, wan2: Path, capsys: pytest.CaptureFixture

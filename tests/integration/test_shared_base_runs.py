@@ -24,8 +24,8 @@ from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.transformer import velocity
 
-STEPS = 3
-LORA = {"student_config": {}, "lora": {"rank": 4}, "max_steps": STEPS, "save_every": 2, "sample_every": STEPS}
+STEPS = 2
+LORA = {"student_config": {}, "lora": {"rank": 4}, "max_steps": STEPS, "save_every": 1, "sample_every": STEPS}
 DMD2 = {"name": "dmd2", "steps": 4, "critic_updates": 2, "critic_lr": 2e-3}
 SHARED = DMD2 | {"critic_updates": 1, "shared": True, "projected": True, "compare": "mixed"}
 CONSISTENCY = {"name": "consistency", "edges": 4}
@@ -140,7 +140,7 @@ def test_losses_and_adapters_after_two_steps_equal_those_of_plain_pytorch_and_pe
 
 @pytest.mark.parametrize(
     "objective",
-    slow_but(["carried", "sum"], ["velocity", "consistency", "dmd2", "shared", "carried", "sum"]),
+    slow_but(["carried"], ["velocity", "consistency", "dmd2", "shared", "carried", "sum"]),
 )
 def test_the_base_comes_to_the_device_as_often_as_planned(
     folder: Path, wan2: Path, one_rank: torch.device, objective: str, monkeypatch: pytest.MonkeyPatch
@@ -165,6 +165,7 @@ def test_the_base_comes_to_the_device_as_often_as_planned(
     assert planned / updates <= most.get(objective, 4)
 
 
+@pytest.mark.slow
 def test_a_head_start_holds_the_samples_of_no_more_updates_than_a_step(
     folder: Path, wan2: Path, one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,6 +218,7 @@ def changes(network: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.slow
 def test_a_critic_from_the_teacher_that_follows_has_its_share_of_the_student_s_change_of_each_weight(
     folder: Path, wan2: Path, adapters: Path, one_rank: torch.device
 ) -> None:
@@ -264,9 +266,9 @@ def test_a_run_goes_on_bit_for_bit_with_its_base_shared_or_not(
     folder: Path, wan2: Path, streamed: Path, name: str
 ) -> None:
     teacher = COPIES if name == "copies" else PLACEMENTS[name]
-    middle = str(streamed / "checkpoints" / "step_00000002")
+    middle = str(streamed / "checkpoints" / "step_00000001")
     resumed = trained(folder, wan2, f"resumed_{name}", teacher, objective=DMD2, resume=middle)
-    assert losses(resumed) == losses(streamed)[2:]
+    assert losses(resumed) == losses(streamed)[1:]
     ours, theirs = learned(resumed), learned(streamed)
     assert [name for name, t in theirs.items() if not torch.equal(ours[name], t)] == []
 

@@ -89,6 +89,7 @@ def test_a_finished_recipe_trains_no_step_again(folder: Path, wan2: Path, whole:
     assert [metrics(whole / name) for name in FOLDERS] == before
 
 
+@pytest.mark.slow
 def test_a_later_stage_takes_a_changed_rate_that_a_finished_one_was_not_trained_with(
     folder: Path, wan2: Path, whole: Path
 ) -> None:
@@ -209,6 +210,7 @@ def test_a_recipe_of_other_stages_or_of_none_does_not_replace_the_student(
     assert "where a recipe without stages ran" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank", "quiet_logging")
 def test_a_stage_whose_teacher_has_another_vae_is_refused_and_one_of_the_same_is_not(
     tmp_path: Path, wan2: Path, copy_of: Callable[..., Path], capsys: pytest.CaptureFixture

@@ -50,6 +50,7 @@ def test_a_step_waits_for_the_gpu_once_for_its_numbers_and_never_for_what_it_sen
     assert not places["flow.py"] and not places["data/cached_dataset.py"] and not places["batch.py"]
 
 
+@pytest.mark.slow
 def test_an_update_with_an_offloaded_optimizer_waits_8_times_at_most(tmp_path: Path) -> None:
     """Of 8 adapters a layer, in one micro-step and in two, with their backward passes."""
     devices = Simulated(tmp_path, waits=True)

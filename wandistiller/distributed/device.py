@@ -77,8 +77,7 @@ def has_bf16_gpu() -> bool:
 def emulates_bf16() -> bool:
     """Return whether this rank computes on a CPU without instructions for bf16.
 
-    Its products in bf16 then take 6 to 56 times as long as in float32 (torch 2.13, whose oneDNN refuses
-    them; `python tests/bench/emulation.py`).
+    Its products in bf16 then take 6 to 56 times as long as in float32, as oneDNN refuses them (torch 2.13).
     """
     if on_accelerator():
         return False

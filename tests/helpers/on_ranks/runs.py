@@ -1,4 +1,4 @@
-"""Called on ranks by test_curves.py, test_layouts.py and bench/curves.py: short runs under the student JSONs.
+"""Called on ranks by test_layouts.py and bench/curves.py: short runs under the student JSONs.
 
 An engine is `NAME PRECISION`: a shipped JSON's ZeRO stage and offload, in float32 or bf16.
 """
@@ -18,7 +18,7 @@ from wandistiller.experts import Expert
 from wandistiller.training.trainer import Trainer
 from wandistiller.utils.files import read_json
 
-CUT, END = 2, 4
+CUT, END = 1, 3
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 1e-3}}
 SECTIONS = ("zero_optimization", "activation_checkpointing", "aio", "wandistiller")
 """Sections taken from a shipped JSON."""
@@ -76,7 +76,7 @@ def curves(folder: Path, wan: Path, steps: int, engines: list[str]) -> dict[str,
 def resumed_runs(folder: Path, wan: Path, tasks: list[str]) -> dict[str, dict[str, Any]]:
     """Return by task its losses, and digests of its last weights and averages.
 
-    A task is an engine, for four steps with a checkpoint after two, in `folder`/NAME_PRECISION_RANKS; or
+    A task is an engine, for three steps with a checkpoint after one, in `folder`/NAME_PRECISION_RANKS; or
     `FROM>TO`, for the last two steps from the checkpoint of FROM, which is an engine or `@` and a folder.
     """
     runs, results = Runs(folder, wan), {}

@@ -114,6 +114,7 @@ def test_what_is_auto_is_chosen_as_train_does_and_planned(output: Callable[..., 
     assert "30 layers, replicated, bfloat16" in text and "\nfits: " in text
 
 
+@pytest.mark.slow
 def test_the_weights_of_what_fits_are_named_where_its_own_do_not(output: Callable[..., str]) -> None:
     lora = ("--lora", '{"rank": 16}', "--teacher_deepspeed_config", "stream8")
     text = output("--gpus 1 --gpu_memory 16 --host_memory 18 --disk 1000", *lora, fits=False)
@@ -176,6 +177,7 @@ def test_where_no_student_fits_a_lora_of_both_experts_is_recommended(
     assert "\nverdict: all 2 stages fit\n" in text
 
 
+@pytest.mark.slow
 def test_where_no_recipe_of_a_lora_suits_the_teacher_the_verdict_says_what_helps(
     capsys: pytest.CaptureFixture, quiet_logging: None
 ) -> None:
@@ -221,6 +223,7 @@ def test_a_machine_without_gpus_has_as_many_ranks_as_here(gpus: int | None) -> N
     assert (machine.device_free, machine.ranks, machine.ranks_on_node) == (None, 3, 1)
 
 
+@pytest.mark.slow
 def test_what_this_machine_lacks_is_no_fault_of_another(output: Callable[..., str], tmp_path: Path) -> None:
     zero2 = {k: v for k, v in read_json("ds_configs/student/zero2.json").items() if k != "bf16"}
     more = {"fp16": {"enabled": True}, "activation_checkpointing": {"cpu_checkpointing": True}}
@@ -237,6 +240,7 @@ def test_under_a_launcher_ranks_and_nodes_are_the_launcher_s() -> None:
     assert "; 2 rank(s)" in text and "a step takes about" in text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quiet_logging")
 def test_the_command_that_is_printed_after_a_recommendation_passes_its_dry_run(
     wan1: Path, tmp_path: Path, capsys: pytest.CaptureFixture

@@ -21,7 +21,7 @@ from wrong_input.weights import TRANSFORMER, linked, of_weights
 SETTINGS = [*of_recipe_settings(), *of_settings()]
 FILES = [*of_texts(), *of_recipes(), *of_engines(), *of_commands(), *of_data(), *of_paths(), *of_weights()]
 CASES = [*SETTINGS, *FILES]
-SAMPLE = [*SETTINGS[::2], *FILES[::8]]
+SAMPLE = [*SETTINGS[::4], *FILES[::16]]
 """The cases that the default suite takes, which are some of each table."""
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from grey_videos import by_ffmpeg, encoder, timed_video, video
 from PIL import Image
+from slow_cases import slow_but
 
 from wandistiller.data.media import MediaError, MediaReader, Size
 from wandistiller.data.videos import read_frames
@@ -40,9 +41,7 @@ def random_stamps(random_: random.Random) -> list[Fraction]:
     return [Fraction(second).limit_denominator(90_000) for second in seconds]
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(8), *(pytest.param(n, marks=pytest.mark.slow) for n in range(8, 200))]
-)
+@pytest.mark.parametrize("seed", slow_but(range(4), range(200)))
 def test_frames_are_those_of_ffmpeg_s_own_filter(tmp_path: Path, seed: int) -> None:
     random_ = random.Random(seed)
     file = timed_video(tmp_path / random_.choice(["a.mp4", "a.mkv", "a.mov", "a.ts"]), random_stamps(random_))
@@ -268,7 +267,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
         MediaReader(16.0).read(tmp_path / name, Size(32, 32, 1))
 
 
-@pytest.mark.parametrize("damage", range(12))
+@pytest.mark.parametrize("damage", slow_but(range(4), range(12)))
 def test_damaged_videos_give_pixels_or_a_reason(tmp_path: Path, damage: int) -> None:
     random_, suffix = np.random.default_rng(damage), ["mp4", "mkv", "ts", "webm"][damage % 4]
     file = tmp_path / f"a.{suffix}"

@@ -12,7 +12,7 @@ import torch.utils.cpp_extension
 from deepspeed.accelerator import get_accelerator
 from engines import learner_of
 from plain import MixedAdamW
-from recipes import ADAM
+from recipes import ADAM, TORCH_ADAM
 from slow_cases import slow_but
 from small_wan import small_transformer
 from states import state
@@ -40,8 +40,7 @@ def batch(seed: int) -> Batch:
 
 
 def engine_of(**more: Any) -> EngineConfig:
-    adam = ADAM | {"params": ADAM["params"] | {"torch_adam": True}}
-    ds = {"train_micro_batch_size_per_gpu": 2, "optimizer": adam, **more}
+    ds = {"train_micro_batch_size_per_gpu": 2, "optimizer": TORCH_ADAM, **more}
     return student_engine(load(ds), 1)
 
 

@@ -9,6 +9,7 @@ import torch
 from drawing import of_stock, pixels, stock
 from ranks import TEACHERS, has_async_io, write_json
 from shipped import placement
+from slow_cases import slow_but
 from styles import style
 from torch import Tensor
 
@@ -30,15 +31,19 @@ FACTS: dict[str, Any] = {
     "experts": ["transformer", "transformer_2"],
     "boundary": OWN.boundary,
 }
+FEW = ["replicated", "streamed", "files"]
 GUIDED = Sampling(
     height=32, width=32, steps=2, guidance_scale=2.0, guidance_scale_2=1.5, negative_prompt="a square"
 )
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_each_placement_draws_the_same_bits_which_are_diffusers_own_to_1e_5(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", slow_but([FEW], [FEW, TEACHERS]))
+def test_each_placement_draws_the_same_bits_which_are_diffusers_own_to_1e_5(
+    names: list[str], tmp_path: Path
+) -> None:
     theirs = of_stock(stock(TINY["tiny"]), PROMPTS, [7, 8], GUIDED)
-    names = [name for name in TEACHERS if name != "zero_inference_nvme" or has_async_io()]
+    names = [name for name in names if name != "zero_inference_nvme" or has_async_io()]
     drawn = {}
     for name in names:
         placed = placement(name, "float32", swap=tmp_path / "swap")

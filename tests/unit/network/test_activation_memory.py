@@ -41,7 +41,7 @@ def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
 PARTS = ("blocks", "attention", "feed_forward")
 KINDS = [{}, *({"checkpoint": part} for part in PARTS), {"checkpoint_every": 2}]
 CASES = slow_but(
-    [(KINDS[0], "float32", 4), (KINDS[1], "float32", 1)],  # bf16 is emulated on many CPUs
+    [(KINDS[1], "float32", 1)],  # bf16 is emulated on many CPUs
     product(KINDS, ("float32", "bfloat16"), (1, 4)),
 )
 
@@ -73,7 +73,7 @@ def test_checkpoints_keep_the_inputs_of_all_blocks_once(one_rank: torch.device) 
 
 
 @pytest.mark.parametrize("samples", slow_but([2], [1, 2]))
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", slow_but(["float32"], ["float32", "bfloat16"]))
 def test_planned_memory_of_a_call_without_gradients_is_the_measured_peak(dtype: str, samples: int) -> None:
     model, _ = network(3, student_engine(dtype))
     with torch.no_grad():

@@ -57,7 +57,7 @@ def predict(model: torch.nn.Module, form: str, samples: int = MICRO, text: int =
     return velocity(model, made)
 
 
-USUAL = ["states", "first"]
+USUAL = ["states"]
 KINDS = [(form, checkpoint) for form in FORMS for checkpoint in ("blocks", "attention", "")]
 IN_BOTH = slow_but(
     [(form, "blocks", "float32") for form in USUAL],  # bf16 is emulated on many CPUs

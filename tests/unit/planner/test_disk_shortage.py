@@ -46,7 +46,7 @@ def large(tmp_path: Path) -> list[str]:
     return flags.split()
 
 
-@pytest.mark.parametrize("dry", [[], ["--dry_run"]], ids=["real", "dry"])
+@pytest.mark.parametrize("dry", slow_but([[]], [[], ["--dry_run"]]), ids=["real", "dry"])
 def test_a_run_that_needs_far_more_memory_than_is_free_is_refused_with_a_remedy_and_nothing_written(
     large: list[str], dry: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -64,6 +64,7 @@ def test_two_ranks_refuse_such_a_run_together_and_one_speaks(large: list[str], t
     assert done.stderr.count("of CPU memory by its plan, and ") == 1 and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quiet_logging")
 def test_who_insists_on_such_a_run_is_warned_alone(large: list[str], capsys: pytest.CaptureFixture) -> None:
     assert main(["train", *large, "--dry_run", "--despite_plan"]) == 0

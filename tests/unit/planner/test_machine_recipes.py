@@ -8,7 +8,6 @@ from markdown_pages import VIDEOS
 from planned import EIGHT_80, published_job
 from published_wan import IMAGE_TO_VIDEO, PUBLISHED
 from ranks import ROOT
-from slow_cases import slow_but
 
 from wandistiller.cli.main import main
 from wandistiller.cli.plan_report import duration
@@ -54,7 +53,8 @@ def data_of(name: str, published: Path, folder: Path) -> Path:
     return image_data(folder) if "_i2v_" in name else published / "prompts.txt"
 
 
-@pytest.mark.parametrize("name", slow_but(["1x24_wan2.1_14b"], CPU_MEMORY))
+@pytest.mark.slow  # test_readme.py has one
+@pytest.mark.parametrize("name", CPU_MEMORY)
 @pytest.mark.usefixtures("quiet_logging")
 def test_a_shipped_recipe_fits_its_machine(
     published: Path, tmp_path: Path, capsys: pytest.CaptureFixture, name: str

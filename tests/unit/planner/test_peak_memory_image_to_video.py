@@ -37,6 +37,7 @@ def test_what_is_recommended_for_an_image_to_video_wan_fits(
     assert "\nfits: " in output and "NOT fit" not in output
 
 
+@pytest.mark.slow
 def test_first_frames_of_5b_cost_memory_and_time(published: Path, tmp_path: Path) -> None:
     """A time for each patch; a run of prompts alone has one for each sample."""
     found = []

@@ -29,7 +29,7 @@ def video(folder: Path, sharers: int, machine: Machine = EIGHT_80, wan: str = LA
 @pytest.mark.parametrize(
     ("wan", "sharers", "teacher", "size"),
     slow_but(
-        [(SMALL, 4, "replicated", {})],
+        [],
         [
             (SMALL, 4, "replicated", {}),
             (LARGE, 8, "replicated", {}),
@@ -105,6 +105,7 @@ def test_each_rank_of_a_sample_computes_its_share(published: Path, role: str) ->
 # Choices
 
 
+@pytest.mark.slow
 def test_auto_keeps_the_recipe_s_number_of_ranks_a_sample(published: Path) -> None:
     teacher = "ds_configs/teacher/auto.json"
     run = video(published, 4, wan=SMALL, deepspeed_config="auto", teacher_deepspeed_config=teacher)
@@ -112,6 +113,7 @@ def test_auto_keeps_the_recipe_s_number_of_ranks_a_sample(published: Path) -> No
     assert best.job.run.context_parallel == 4
 
 
+@pytest.mark.slow
 def test_on_cpus_a_plan_has_no_accelerator_s_memory_however_samples_are_shared(published: Path) -> None:
     run = replace(job(published, ON_CPU, SMALL, num_frames=5, context_parallel=2))
     assert all(phase.peak().device == 0 for phase in plan(run, ON_CPU).values())

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from planned import gpus
 from shipped import placement
+from slow_cases import slow_but
 
 from wandistiller.evaluation.sampling import Sampling
 from wandistiller.planner import sampling
@@ -14,6 +15,11 @@ from wandistiller.wan.pipeline import open_wan
 IMAGE = Sampling(height=480, width=832, steps=4)
 CLIP = Sampling(height=480, width=832, num_frames=81, steps=4, guidance_scale=5.0)
 AUTO = placement("auto")
+PLACED = [
+    ("Wan2.1-T2V-14B", (80, 200), CLIP, "replicated"),
+    ("Wan2.1-T2V-14B", (24, 64), CLIP, "streamed"),
+    ("Wan2.1-T2V-14B", (24, 24), CLIP, "files"),
+]
 
 
 def chosen(published: Path, wan: str, machine: tuple[int, int], how: Sampling, batch: int) -> tuple[str, int]:
@@ -27,15 +33,16 @@ def chosen(published: Path, wan: str, machine: tuple[int, int], how: Sampling, b
 
 @pytest.mark.parametrize(
     ("wan", "machine", "how", "name"),
-    [
-        ("Wan2.1-T2V-14B", (80, 200), CLIP, "replicated"),
-        ("Wan2.1-T2V-14B", (24, 64), CLIP, "streamed"),
-        ("Wan2.1-T2V-14B", (16, 64), IMAGE, "streamed"),
-        ("Wan2.1-T2V-14B", (24, 24), CLIP, "files"),
-        ("Wan2.2-T2V-A14B", (24, 64), CLIP, "streamed"),
-        ("Wan2.2-T2V-A14B", (24, 48), CLIP, "files"),
-        ("Wan2.1-T2V-1.3B", (24, 64), CLIP, "replicated"),
-    ],
+    slow_but(
+        PLACED,
+        [
+            *PLACED,
+            ("Wan2.1-T2V-14B", (16, 64), IMAGE, "streamed"),
+            ("Wan2.2-T2V-A14B", (24, 64), CLIP, "streamed"),
+            ("Wan2.2-T2V-A14B", (24, 48), CLIP, "files"),
+            ("Wan2.1-T2V-1.3B", (24, 64), CLIP, "replicated"),
+        ],
+    ),
 )
 def test_a_published_wan_is_drawn_in_the_simplest_place_that_has_room(
     wan: str, machine: tuple[int, int], how: Sampling, name: str, published: Path

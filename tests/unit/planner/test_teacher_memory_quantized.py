@@ -75,11 +75,13 @@ def test_a_call_has_room_for_the_largest_layer_that_is_unpacked(
     assert small - plain == each * WIDTH * 13824
 
 
-@pytest.mark.parametrize(("weights", "kept", "coming"), [("int8", 2, 0), ("float8", 2, 8), ("nf4", 0, 14)])
 @pytest.mark.parametrize(
-    ("given", "blocks"),
-    [({}, 1), ({"checkpoint_every": 2}, 21), ({"checkpoint": "feed_forward"}, None)],
-    ids=["recomputed", "every second", "feed-forward"],
+    ("weights", "kept", "coming", "given", "blocks"),
+    [
+        ("int8", 2, 0, {}, 1),
+        ("float8", 2, 8, {"checkpoint_every": 2}, 21),
+        ("nf4", 0, 14, {"checkpoint": "feed_forward"}, None),
+    ],
 )
 def test_a_block_s_layers_stay_unpacked_until_backward_where_adapters_learn_on_them(
     published: Path, weights: str, kept: int, coming: int, given: dict[str, Any], blocks: int | None

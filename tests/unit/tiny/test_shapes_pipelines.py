@@ -102,6 +102,7 @@ def test_what_the_vae_is_trained_to_decode_is_what_diffusers_decodes() -> None:
     assert torch.equal(decoded(vae, z_BCFHW).clamp(-1, 1), vae.decode(z_BCFHW).sample)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_held_out_clips_are_judged_right_after_the_vae() -> None:
     prompts, vae = CLIPS[EACH:], pipeline(VIDEO.pipeline).vae
