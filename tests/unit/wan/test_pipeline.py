@@ -143,11 +143,6 @@ def test_the_boundary_of_few_steps_lies_between_two_levels_and_one_at_it_is_the_
     assert few_steps(1.0, 2, 0.4).boundary == 0.4  # all are the high-noise expert's
 
 
-def test_a_second_guidance_scale_for_one_expert_is_refused(wan1: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="`guidance_scale_2` is 3.0. It has one"):
-        drawn(wan1, tmp_path, guidance_scale_2=3.0)
-
-
 def test_a_video_without_its_library_is_refused_before_it_is_made(
     wan1: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
