@@ -3,7 +3,6 @@
 import re
 import shlex
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 from ranks import ROOT
@@ -74,12 +73,6 @@ VIDEOS = {
     row[1].strip("`").removesuffix(".json"): row for row in table_rows("ds_configs/README.md", "81 frames")
 }
 """Rows of the recipes for video, by recipe."""
-
-
-def anchors(page: Path) -> set[str]:
-    """The names of a page's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 AFTER_A_RUN = ("export", "sample", "evaluate", "report")

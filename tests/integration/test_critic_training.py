@@ -26,12 +26,6 @@ def trained(folder: Path, wan: Path, name: str, ranks: int, **more: Any) -> Path
     return train(folder, wan, name, ranks=ranks, **SETTINGS | more)
 
 
-@pytest.fixture(scope="module")
-def whole(folder: Path, wan2: Path) -> Path:
-    """A run on one rank, ZeRO-2."""
-    return trained(folder, wan2, "whole", 1)
-
-
 def of_critic(output: Path) -> list[float]:
     return [line["critic"]["loss"] for line in metrics(output)]
 
@@ -61,18 +55,6 @@ def test_losses_and_weights_after_two_steps_of_prompts_alone_equal_those_of_plai
         assert result.others[CRITIC]["loss"] == pytest.approx(critic, rel=1e-5)
     assert max(plain.differences(trainer).values()) < 2e-4
     assert not list((folder / "own" / "latents").rglob("*.safetensors"))  # no rollout is made
-
-
-@pytest.mark.parametrize("stage", slow_but([], [0, 3]))
-def test_losses_do_not_depend_on_ranks_stage_or_accumulation(
-    folder: Path, wan2: Path, whole: Path, stage: int
-) -> None:
-    engine = student_engine(stage, offload=stage > 0)
-    two = trained(folder, wan2, f"two_{stage}", 2, deepspeed_config=engine)
-    assert_same_curves(two, whole)
-    assert len(set(losses(whole))) == STEPS
-    for ours, theirs in zip(metrics(two), metrics(whole), strict=True):
-        assert ours["watched"] == pytest.approx(theirs["watched"], rel=1e-4)
 
 
 PLACEMENTS = {
@@ -113,6 +95,7 @@ def test_a_critic_with_fewer_updates_goes_on_where_the_run_is_in_its_schedule(
 @pytest.mark.parametrize(
     ("name", "objective"),
     [
+        ("plain", DMD2),
         ("from_teacher", DMD2 | {"critic_start": "teacher"}),
         ("renoise", DMD2 | {"steps": 3, "sampler": "renoise"}),
         ("critic_follows", DMD2 | {"critic_follows": 0.03}),
@@ -137,6 +120,8 @@ def test_its_variants_have_one_loss_curve_and_resume(
     one = trained(folder, wan2, f"{name}_1", 1, save_every=1, **short)
     two = trained(folder, wan2, f"{name}_2", 2, deepspeed_config=student_engine(3), **short)
     assert_same_curves(two, one)
+    for ours, theirs in zip(metrics(two), metrics(one), strict=True):
+        assert ours["watched"] == pytest.approx(theirs["watched"], rel=1e-4)
     middle = str(one / "checkpoints" / "step_00000001")
     resumed = trained(folder, wan2, f"{name}_3", 1, resume=middle, **short)
     assert losses(resumed) == losses(one)[1:] and of_critic(resumed) == of_critic(one)[1:]

@@ -113,15 +113,3 @@ def test_what_cannot_be_sampled_is_refused_with_its_reason(folder: Path, wan1: P
     save_file({name: value * math.inf for name, value in load_file(file).items()}, file)
     text = refused("sample", "--model", wan1, "--lora", file, *SIZE)
     assert f"{file}: tensor `transformer.blocks.0.attn1.to_q" in text and "are not finite" in text
-
-
-@pytest.mark.slow
-def test_an_export_merges_the_adapters_into_a_pipeline_of_its_own(folder: Path, run: Path) -> None:
-    wandistiller("export", "--checkpoint", run, "--output", folder / "merged", "--dtype", "float32")
-    drawn(folder, "unmerged", "--model", run)
-    for name in drawn(folder, "of_merged", "--model", folder / "merged"):
-        one, other = (
-            np.asarray(Image.open(place / name)).astype(int)
-            for place in (folder / "of_merged", folder / "unmerged")
-        )
-        assert np.abs(one - other).max() <= 2  # the file is in bf16

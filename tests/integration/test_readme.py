@@ -2,7 +2,6 @@
 
 import ast
 import json
-import os
 import re
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from markdown_pages import (
     PAGES,
     VIDEOS,
     Command,
-    anchors,
     blocks,
     commands,
     plain,
@@ -306,15 +304,6 @@ def test_modules_that_a_page_names_are_there(page: str) -> None:
     for name in names + re.findall(r"`([\w/.]+/[a-z]\w*\.py)`", plain(page)):
         at = ROOT / ("wandistiller" if name.split("/")[0] in folders else "")
         assert (at / name).is_file(), f"{page}: {name}"
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_links_lead_to_a_file_and_a_heading_of_it(page: str) -> None:
-    for link in re.findall(r"\]\(([^)\s]+)\)", text(page)):
-        if not link.startswith("http"):
-            file, _, heading = link.partition("#")
-            target = Path(os.path.normpath(ROOT / Path(page).parent / file)) if file else ROOT / page
-            assert target.exists() and (not heading or heading in anchors(target)), f"{page}: {link}"
 
 
 def test_the_readme_links_every_guide_page() -> None:

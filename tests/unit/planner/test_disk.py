@@ -117,6 +117,7 @@ def test_only_files_of_the_same_disk_are_beside_what_is_swapped(published: Path,
     assert on_its_disk(ONE, run, None).files == files.whole
 
 
+@pytest.mark.slow
 @other_disk
 @pytest.mark.usefixtures("quiet_logging")
 def test_plan_looks_at_the_disks_that_the_run_names(

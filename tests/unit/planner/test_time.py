@@ -128,22 +128,6 @@ def test_a_critic_s_optimizer_takes_part_in_its_own_updates_and_in_shared_ones(
     assert Times(run, EIGHT_80, Rates(100, 20, 1)).updating() == pytest.approx(student + updates * critic)
 
 
-@pytest.mark.parametrize(("scale", "samples"), [(5.0, 2), (1.0, 1)])
-def test_guidance_computes_two_samples_and_a_scale_of_1_one(
-    published: Path, scale: float, samples: int
-) -> None:
-    run = job(published, ONE_24, guidance_scale=scale)
-    assert Times(run, ONE_24, RATES).computing()["teacher"] == pytest.approx(8 * samples * call(run))
-
-
-def test_a_student_makes_a_pass_its_recomputation_and_a_backward_pass(published: Path) -> None:
-    """Trained whole, its backward pass has twice the operations of the forward pass."""
-    run = job(published, ONE_24)
-    each = count_flops(run.student_transformer, IMAGE).forward / 1e12 / RATES.tflops
-    assert passes(run)["student"] == (2, 1)
-    assert Times(run, ONE_24, RATES).computing()["student"] == pytest.approx(8 * 4 * each)
-
-
 def test_an_owner_computes_for_all_ranks_of_its_node_and_for_those_of_a_sample_once(published: Path) -> None:
     owner = {"teacher_deepspeed_config": "ds_configs/teacher/owner.json", "num_frames": 81}
     engine = {"deepspeed_config": "ds_configs/student/zero2.json"}
@@ -180,20 +164,6 @@ def test_a_head_start_takes_the_critic_s_passes_and_the_samples_for_them(publish
     update = Times(run, EIGHT_80, RATES, ["critic"]).updating()
     assert warm_up == pytest.approx(7 * (samples * (4 + 2.5) * each + update), rel=1e-3)
     assert Times(plain, EIGHT_80, RATES).warm_up() == 0
-
-
-@pytest.mark.parametrize(
-    ("critic_updates", "carried", "worth"), [(1, False, 11.5), (2, False, 18), (1, True, 10), (2, True, 16.5)]
-)
-def test_an_update_of_two_networks_takes_one_roll_out_or_none_and_a_pass_of_each(
-    published: Path, critic_updates: int, carried: bool, worth: float
-) -> None:
-    """A backward pass counts twice; another critic update has 2.5 calls of the student, 4 of its own."""
-    dmd2 = {"name": "dmd2", "steps": 4, "shared": True, "carried": carried, "critic_updates": critic_updates}
-    run = job(published, EIGHT_80, objective=dmd2, **GPU)
-    made = passes(run)
-    assert (made["teacher"], made["critic"]) == ((2, 0), (2 * critic_updates, critic_updates))
-    assert sum(each.forward + 2 * each.backward for each in made.values()) == worth
 
 
 def test_guidance_of_half_of_the_samples_saves_half_a_pass_and_no_way_of_the_weights(published: Path) -> None:
