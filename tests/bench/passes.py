@@ -1,11 +1,13 @@
 """Few-step adapters by dmd2 for fewer and fewer passes: what a step costs, and what the student is worth.
 
     python tests/bench/passes.py                         # pictures in 4 steps, 150 updates each
+    python tests/bench/passes.py --updates 38 -- "carried, projected, mixed"
     python tests/bench/passes.py --world i2v --steps 2 --seeds 0 1 -- "5:1" "carried, projected, mixed"
 
 Trains adapters of an embedded teacher's low-noise expert, for all noise levels, in each way, and evaluates
-them. Prints a Markdown table: forward passes of all networks for a sample of one step, a backward pass
-counted as two, without recomputation; then `evaluate`'s figures. It goes on from what its folder holds.
+them. Prints a Markdown table: forward passes of all networks for a sample of one step and of the whole run, a
+backward pass counted as two, without recomputation; then `evaluate`'s figures. It goes on from what its
+folder holds.
 """
 
 import json
@@ -42,7 +44,7 @@ WORLDS = {
     "i2v": ("lora_i2v", "tiny-i2v:held_out"),
 }
 """Recipe of adapters, and prompts."""
-FIGURES = ("fully_right", "blotched", "picture_error", "variety", "latent_spread", "motion", "speed")
+FIGURES = ("fully_right", "blotched", "picture_error", "latent_spread", "variety", "motion")
 
 
 def command(*words: object) -> None:
@@ -81,7 +83,7 @@ def main() -> None:
     name, prompts = WORLDS[given.world]
     recipe = ROOT / "ds_configs" / "recipes" / f"{name}.json"
     of_teacher = [f"{name}, of the teacher's" for name in FIGURES[2:]]
-    head("dmd2", "seed", "passes", *FIGURES[:2], *of_teacher)
+    head("dmd2", "updates", "seed", "passes a step", "of the run", *FIGURES[:2], *of_teacher)
     for way in given.ways:
         for seed in given.seeds:
             file = "_".join(map(str, (name, given.steps, given.updates, seed, way)))
@@ -97,7 +99,9 @@ def main() -> None:
             }
             words = {key: json.dumps(v) if isinstance(v, dict) else v for key, v in flags.items()}
             command("train", "--recipe", recipe, *(w for key, v in words.items() for w in (f"--{key}", v)))
-            row(way, seed, f"{passes(recipe, flags):.3g}", *figures(output, prompts, given.steps))
+            made = passes(recipe, flags)
+            number = f"{made:.3g}", f"{given.updates * made:.0f}"
+            row(way, given.updates, seed, *number, *figures(output, prompts, given.steps))
 
 
 if __name__ == "__main__":

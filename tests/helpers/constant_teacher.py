@@ -52,7 +52,7 @@ def answered(
             return learned(question.state)
         return slope(question) if isinstance(question, Slope) else networks[question.role](question)
 
-    play = Play(lambda: script)
+    play = Play(script)
     while play.questions:
         play.answer([*map(answer, play.questions)])
     return play.result

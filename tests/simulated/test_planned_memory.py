@@ -86,12 +86,15 @@ def test_a_run_fits_what_is_planned_for_it_and_a_tenth_and_takes_as_much(
     assert devices.reports() == ""
 
 
-@pytest.mark.parametrize(("student", "gan"), [("lora_wan", 0), ("lora_wan", 0.03), ("lora_wan_clips", 0)])
+@pytest.mark.parametrize(
+    ("student", "more"),
+    [("lora_wan", {}), ("lora_wan", {"gan": 0.03}), ("lora_wan", {"shared": True}), ("lora_wan_clips", {})],
+)
 def test_few_step_adapters_on_one_base_take_what_is_planned_where_activations_are_most(
-    student: str, gan: float, wan: Path, tmp_path: Path
+    student: str, more: dict[str, Any], wan: Path, tmp_path: Path
 ) -> None:
-    """The three roles' passes come one after the other: at samples, nothing is recomputed yet."""
-    few = {"name": "dmd2", "steps": 2, "critic_updates": 1, "gan": gan}
+    """Teacher and critic at samples, where nothing is recomputed yet, or a shared backward pass."""
+    few = {"name": "dmd2", "steps": 2, "critic_updates": 1} | more
     given = planned.recipe(tmp_path, wan, 0, "", "", rollout_steps=1, sample_prompts=[])
     given |= {"student_config": {}, "lora": {"rank": 8}, "objective": few, "height": 192, "width": 256}
     engine = in_float32("student", student) | {"train_micro_batch_size_per_gpu": 4}
@@ -100,9 +103,7 @@ def test_few_step_adapters_on_one_base_take_what_is_planned_where_activations_ar
     (plan,) = call(planned.predicted, given, 1, ranks=1, start=partial(program, gpus=Simulated(tmp_path)))
     devices = Simulated(tmp_path, mib=8192)
     taken = peaks(given, devices)["train"]
-    print(
-        f"| {student}, gan {gan} | one base | {plan['train']} | {taken:.0f} | {plan['train'] / taken:.3f} |"
-    )
+    print(f"| {student}, {more} | one base | {plan['train']} | {taken:.0f} | {plan['train'] / taken:.3f} |")
     assert plan["train"] / 1.1 <= taken <= LATE.get(student, 1.1) * plan["train"]
     assert devices.reports() == ""
 

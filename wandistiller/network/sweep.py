@@ -1,11 +1,12 @@
-"""Forward passes that go through a network's blocks together, so that each block's weights arrive once."""
+"""Passes that go through a network's blocks together, so that each block's weights arrive once."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from greenlet import getcurrent, greenlet
-from torch import nn
+from torch import Tensor, nn
 
 from wandistiller.distributed.device import device
 
@@ -24,6 +25,30 @@ def block_by_block(blocks: Iterable[nn.Module], calls: Sequence[Callable[[], T]]
     if len(calls) < 2:
         return [call() for call in calls]
     return _Sweep().run(blocks, calls)
+
+
+def backward_together(passes: Sequence[Callable[[], None]]) -> None:
+    """Make backward passes, each by one `Tensor.backward`, as one, in which `Blocks` set the order of blocks.
+
+    What a pass does before and after that is done for it alone.
+    """
+    if len(passes) < 2:
+        for each in passes:
+            each()
+        return
+    roots: list[Tensor] = []
+
+    def wait(root: Tensor, *_: Any, **__: Any) -> None:
+        roots.append(root)
+        getcurrent().parent.switch()
+
+    begun = [greenlet(each) for each in passes]
+    with patch.object(torch.autograd, "backward", wait):
+        for each in begun:
+            each.switch()
+    torch.autograd.backward(roots)
+    for each in begun:
+        each.switch()
 
 
 class _Sweep:

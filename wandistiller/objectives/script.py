@@ -2,11 +2,10 @@
 
 A script is a generator for one micro-step of an update. It yields a question, or a list of questions that do
 not depend on each other, and is sent the output, or the list of outputs. It returns the loss of the network
-that the update is for, or the losses of all that learn in it. It draws nothing and keeps nothing, so that it
-can be played again with the same outputs.
+that the update is for, or the losses of all that learn in it. It draws nothing and keeps nothing.
 """
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -77,28 +76,20 @@ Script = Generator[Question | list[Question], Any, Loss | Losses]
 
 
 class Play:
-    """A script in play: its next questions, and the outputs so far, by which it is played to here again."""
+    """A script in play, and its next questions."""
 
-    def __init__(self, begin: Callable[[], Script], outputs: Iterable[list[Any]] = ()):
-        """Begin a script; `outputs` answer its first questions."""
-        self._begin, self._script, self._outputs = begin, begin(), []
+    def __init__(self, script: Script):
+        self._script = script
         self.questions: list[Question] = []
         """Those that are answered next; none at the end."""
         self._is_list = False
         self.result: Any = None
         """What the script returned."""
         self._go_on(None)
-        for of_round in outputs:
-            self.answer(of_round)
 
     def answer(self, outputs: list[Any]) -> None:
         """Go on with the outputs for `questions`."""
-        self._outputs.append(outputs)
         self._go_on(outputs if self._is_list else outputs[0])
-
-    def again(self) -> "Play":
-        """Play the script to here once more, with the same outputs."""
-        return Play(self._begin, self._outputs)
 
     @property
     def asks(self) -> bool:
@@ -135,7 +126,7 @@ def joined(scripts: Sequence[Script]) -> Generator[list[Question], list[Any], li
 
     A state that several ask about is asked about once.
     """
-    plays = [Play(lambda script=script: script) for script in scripts]  # of which none is played again
+    plays = [*map(Play, scripts)]
     while asking := [play for play in plays if play.questions]:
         of_round = [play for play in asking if not play.learns] or asking
         questions, indices = _once([question for play in of_round for question in play.questions])

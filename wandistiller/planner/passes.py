@@ -4,7 +4,6 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from math import ceil
 from typing import NamedTuple
 
@@ -22,7 +21,18 @@ from wandistiller.objectives.script import TEACHER, Ask, Learn, Play, Slope, pla
 MOST_EXITS = 16
 """Calls of a few-step student that learn, of those that are counted, evenly chosen."""
 LEARNING = "learning, forward and backward"
-"""Purpose of sweeps, of each pass that learns two."""
+"""Purpose of sweeps."""
+
+
+class Round(NamedTuple):
+    """Numbers by role of questions of a script that are answered together."""
+
+    asked: Counter[str]
+    """Predictions without gradient."""
+    slopes: Counter[str]
+    """Gradients in a network's input."""
+    learned: Counter[str]
+    """States at which a network learns."""
 
 
 class ScriptPasses(NamedTuple):
@@ -30,16 +40,12 @@ class ScriptPasses(NamedTuple):
 
     rolled_out: float
     """Forward passes of the student, as it samples."""
-    before: Counter[str]
-    """Predictions before the pass that learns, by role."""
-    after: Counter[str]
-    """Predictions after it, by role."""
+    before: list[Round]
+    """Questions before a network learns, which are asked for several micro-steps at once."""
+    rounds: list[Round]
+    """Those from there on."""
     guided: float
-    """Of these predictions those of the teacher's that have guidance."""
-    slopes: Counter[str]
-    """Gradients in a network's input, by role."""
-    learned: list[Counter[str]]
-    """States in passes that learn, by role, of each round of them."""
+    """Predictions of the teacher's that have guidance."""
 
 
 class Passes(NamedTuple):
@@ -56,25 +62,27 @@ def passes_asked(job: Job, updates: Sequence[str] = ()) -> dict[str, Passes]:
         updates: each by its role; by default those of a step.
     """
     forward, backward = Counter(), Counter()
-    for share, role, script in _of_step(job, updates):
+    for share, _, script in _of_step(job, updates):
         forward[STUDENT] += share * script.rolled_out
-        for name, number in script.learned[0].items():
-            forward[name] += share * number * previews(job, role, script)
-        for name, number in [*script.before.items(), *script.after.items()]:
-            forward[name] += share * number
         forward[TEACHER] += share * script.guided * (branches(job) - 1)
-        for name, number in script.slopes.items():  # forward, and backward to the input alone
-            forward[name] += share * 2 * number
-        for name, number in sum(script.learned, Counter()).items():
-            forward[name] += share * number
-            backward[name] += share * number
+        for asked, slopes, learned in script.before + script.rounds:
+            for name in asked | slopes | learned:  # of a slope forward, and backward to the input alone
+                forward[name] += share * (asked[name] + 2 * slopes[name] + learned[name])
+                backward[name] += share * learned[name]
     return {role: Passes(forward[role], backward[role]) for role in (TEACHER, STUDENT, *job.networks.others)}
 
 
-def teacher_calls(job: Job, updates: Sequence[str] = ()) -> float:
-    """Return the mean number of the teacher's predictions for a sample in each of the updates."""
-    scripts = _of_step(job, updates)
-    return sum(share * (script.before + script.after)[TEACHER] for share, _, script in scripts)
+def teacher_sweeps(job: Job, updates: Sequence[str] = ()) -> float:
+    """Return the mean number of times in a step that the teacher predicts for as many samples as it may."""
+    steps, groups = job.batch.accumulation, ceil(job.batch.accumulation / swept(job))
+    return sum(
+        share * (groups * _asked(script.before, TEACHER) + steps * _asked(script.rounds, TEACHER))
+        for share, _, script in _of_step(job, updates)
+    )
+
+
+def _asked(rounds: list[Round], role: str) -> int:
+    return sum(each.asked[role] for each in rounds)
 
 
 def _of_step(job: Job, updates: Sequence[str] = ()) -> Iterator[tuple[float, str, ScriptPasses]]:
@@ -105,19 +113,26 @@ def base_sweeps(job: Job, of_step: Sequence[str] = ()) -> dict[str, float]:
     else:
         each = {role: statistics.mean(of_role) for role, of_role in calls.items()}
         sweeps["the student's samples"] = steps * sum(updates[role] * each[role] for role in updates)
-    student, *_ = scripts[STUDENT]
-    sweeps["the teacher's predictions"] = groups * student.before[TEACHER]
-    sweeps["the student's targets"] = groups * student.before[STUDENT]
-    sweeps["scores at samples"] = bool(student.after) * groups * (1 + previews(job, STUDENT, student))
-    passes = {role: sum(map(len, of_role[0].learned)) for role, of_role in scripts.items()}
-    learning = sum(number * passes[role] for role, number in updates.items()) + student.slopes.total()
-    sweeps[LEARNING] = 2 * steps * learning
+    for role, (script, *_) in scripts.items():
+        number = steps * updates[role]
+        for asked, _, _ in script.before:
+            sweeps["the teacher's predictions"] += groups * updates[role] * asked[TEACHER]
+            sweeps["the student's targets"] += groups * updates[role] * asked[STUDENT]
+        for asked, slopes, learned in script.rounds:
+            sweeps[LEARNING if learned else "scores at samples"] += number * bool(asked or learned)
+            sweeps[LEARNING] += number * 2 * slopes.total()
+        sweeps[LEARNING] += number  # backward, of all that learn
     return {purpose: number for purpose, number in sweeps.items() if number}
 
 
-def previews(job: Job, role: str, script: ScriptPasses) -> bool:
-    """Return whether the pass that learns is made before without gradient, to know what is asked after it."""
-    return role == STUDENT and bool(script.after) and min(swept(job), job.batch.accumulation) > 1
+def lone_sweeps(job: Job, updates: Sequence[str] = ()) -> float:
+    """Return the mean number of forward passes of a step that learn and go through the weights alone."""
+    scripts = _of_step(job, updates)
+    alone = (
+        share * sum((asked + learned).total() == learned.total() == 1 for asked, _, learned in script.rounds)
+        for share, _, script in scripts
+    )
+    return job.batch.accumulation * sum(alone)
 
 
 def played_scripts(job: Job, role: str) -> list[ScriptPasses]:
@@ -186,19 +201,16 @@ def _play(
     drawn = objective.draw(role, source, update, 0)
     script = objective.roll_out(role, drawn, schedule, carried_BCFHW)
     states = played(script, lambda ask: rolled_out.append(ask) or _zero(ask))
-    before, after, slopes, guided = Counter(), Counter(), Counter(), 0.0
-    play, learned = Play(partial(objective.script, role, states, schedule)), []
+    rounds, guided = [], 0.0
+    play = Play(objective.script(role, states, schedule))
     while play.questions:
-        learns = Counter(q.role for q in play.questions if isinstance(q, Learn))
-        learned += [learns] if learns else []
-        for question in play.questions:
-            if isinstance(question, Ask):
-                (after if learned else before)[question.role] += 1
-                guided += question.guided * (question.role == TEACHER)
-            elif isinstance(question, Slope):
-                slopes[question.role] += 1
-        play.answer([*map(_zero, play.questions)])
-    made = ScriptPasses(len(rolled_out), before, after, guided, slopes, learned)
+        asked = play.questions
+        kinds = (Counter(q.role for q in asked if isinstance(q, kind)) for kind in (Ask, Slope, Learn))
+        rounds.append(Round(*kinds))
+        guided += sum(q.guided for q in asked if isinstance(q, Ask) and q.role == TEACHER)
+        play.answer([*map(_zero, asked)])
+    first = next(number for number, each in enumerate(rounds) if each.learned)
+    made = ScriptPasses(len(rolled_out), rounds[:first], rounds[first:], guided)
     return made, play.result[role].carried_BCFHW
 
 

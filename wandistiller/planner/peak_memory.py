@@ -167,6 +167,10 @@ class _Planner:
             if other.setting.is_shared:  # both learn in one update: each beside what the other one holds
                 of_student, of_other = _in_step(sampled), _in_step(its_steps[name])
                 held = sampled | of_other
+                if j.networks.share_base and j.teacher.sweeps:  # both go through the blocks together
+                    samples = j.batch.micro * (1 + other.trained.has_heads)
+                    inputs = self.saved(other.config, other.engine, samples, recomputes=False)
+                    held |= {f"{name}'s activations": inputs}
                 steps = {a: parts | of_other for a, parts in steps.items()}
                 its_steps = {
                     a: parts | (sampled if a == name else of_student) for a, parts in its_steps.items()

@@ -8,20 +8,20 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, inf, prod
+from math import inf, prod
 from typing import Annotated, Any
 
 from annotated_types import Gt, Lt
 
 from wandistiller.batch import STUDENT
-from wandistiller.config.job import Job, branches, swept
+from wandistiller.config.job import Job, branches
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.network.activation_memory import Latent
 from wandistiller.network.config import NetworkConfig
 from wandistiller.network.flops import count_flops
 from wandistiller.objectives.script import TEACHER
 from wandistiller.planner.machine import Machine
-from wandistiller.planner.passes import LEARNING, Passes, base_sweeps, passes_asked, teacher_calls
+from wandistiller.planner.passes import Passes, base_sweeps, lone_sweeps, passes_asked, teacher_sweeps
 from wandistiller.planner.teacher_memory import sharers_of_a_call
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.system_memory import GIB
@@ -168,8 +168,7 @@ class Times:
         j = self.job
         if j.networks.share_base:
             return sum(base_sweeps(j, self._updates).values()) * self._fetching()
-        calls = teacher_calls(j, self._updates)
-        return calls * ceil(j.batch.accumulation / swept(j)) * self._passes() * self._fetching()
+        return teacher_sweeps(j, self._updates) * self._passes() * self._fetching()
 
     def step(self) -> float:
         """Seconds of a step; what uses the teacher's weights computes while the next of them come."""
@@ -179,9 +178,11 @@ class Times:
         return sum(computing.values()) + waiting + self.updating()
 
     def _waiting(self) -> float:
-        """Seconds in which forward passes that learn, each a sweep of its own, wait for the shared base."""
-        sweeps = base_sweeps(self.job, self._updates).get(LEARNING, 0) / 2
-        return sweeps and sweeps * max(0.0, self._fetching() - self.call(STUDENT, self.job.batch.micro))
+        """Seconds in which forward passes that learn, alone in a sweep, wait for the shared base."""
+        if not base_sweeps(self.job, self._updates):
+            return 0.0
+        wait = max(0.0, self._fetching() - self.call(STUDENT, self.job.batch.micro))
+        return lone_sweeps(self.job, self._updates) * wait
 
     def warm_up(self) -> float:
         """Seconds of the updates before the first step."""

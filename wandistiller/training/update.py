@@ -1,7 +1,7 @@
 """Updates of a step, each for one role: samples, and forward and backward passes of all that learn in it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 from wandistiller.batch import STUDENT, Prediction, State
 from wandistiller.config.job import Job, swept
 from wandistiller.distributed.device import on_accelerator, worker
-from wandistiller.network.sweep import block_by_block
+from wandistiller.network.sweep import backward_together, block_by_block
 from wandistiller.objectives.script import TEACHER, Ask, Learn, Play, Question, Slope
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher, local_modules
@@ -22,6 +22,7 @@ from wandistiller.utils.logging import activity
 PREDICTING = "the teacher's forward pass"
 Reads = Callable[[int, int], dict[str, State]]
 """This rank's samples of an update and a micro-step by kind of states."""
+Predicts = Callable[[], list[Prediction]]
 
 
 def propagate_nonfinite(losses: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -70,14 +71,13 @@ class Update:
     def _plays(self, update: int, group: range, reads: Reads) -> list[Play]:
         """Read the samples of micro-steps, and begin their scripts."""
         schedule, samples = self.job.schedule, [reads(update, micro) for micro in group]
-        return [Play(partial(self.objective.script, self.role, of_one, schedule)) for of_one in samples]
+        return [Play(self.objective.script(self.role, of_one, schedule)) for of_one in samples]
 
     def _learn(self, plays: list[Play]) -> list[dict[str, MicroStepResult]]:
         """Make the micro-steps of a group."""
         with activity(PREDICTING):
             self._ask(plays, lambda ask: True)
-            known = self._preview(plays)
-        return [self._micro_step(play, outputs) for play, outputs in zip(plays, known, strict=True)]
+        return [self._micro_step(play) for play in plays]
 
     @property
     def _groups(self) -> list[range]:
@@ -117,96 +117,68 @@ class Update:
             for play, of_play in zip(asking, outputs, strict=True):
                 play.answer(of_play)
 
-    def _preview(self, plays: list[Play]) -> list[list[list[Prediction]]]:
-        """Return predictions that scripts ask for between the first pass that learns and the next, by rounds.
-
-        To know them early costs a forward pass of the student, and saves the teacher's weights a way to the
-        device in each micro-step.
-        """
-        rounds: list[list[list[Prediction]]] = []
-        if self.role != STUDENT or not self.objective.rolls_out(STUDENT) or len(plays) == 1:
-            return [[] for _ in plays]
-        previews = [play.again() for play in plays]
-        with torch.no_grad():
-            # of all kinds of states at once, as in the pass that learns
-            first = self._together([partial(self._outputs, [preview.questions]) for preview in previews])
-        for preview, (outputs,) in zip(previews, first, strict=True):
-            preview.answer(outputs)
-        while any(asked := [_without_gradient(preview.questions) for preview in previews]):
-            rounds.append(self._outputs(asked))
-            if previews[0].learns:  # as all do then: they play the same script
-                break
-            for preview, outputs in zip(previews, rounds[-1], strict=True):
-                preview.answer(outputs)
-        return [[of_plays[i] for of_plays in rounds] for i in range(len(plays))]
-
-    def _learned(self, questions: Sequence[Question]) -> dict[Question, Prediction]:
-        """Make the passes that learn, one of each role for all states that it learns at."""
-        outputs: dict[Question, Prediction] = {}
-        learns = [question for question in questions if isinstance(question, Learn)]
-        for role in dict.fromkeys(question.role for question in learns):
-            of_role = {number: q.state for number, q in enumerate(learns) if q.role == role}
-            made = self.learners[role].predict(of_role)
-            outputs |= {learns[number]: prediction for number, prediction in made.items()}
-        return outputs
-
-    def _outputs(
-        self, rounds: Sequence[Sequence[Question]], known: dict[Question, Any] | None = None
-    ) -> list[list[Any]]:
-        """Answer questions of several scripts; predictions without gradient are made together."""
+    def _outputs(self, rounds: Sequence[Sequence[Question]]) -> list[list[Any]]:
+        """Answer questions of several scripts; predictions are made together."""
         questions = [question for of_script in rounds for question in of_script]
-        outputs = dict(known or {})
-        outputs |= self._predictions([q for q in questions if isinstance(q, Ask) and q not in outputs])
-        for slope in (q for q in questions if isinstance(q, Slope) and q not in outputs):
+        outputs: dict[Question, Any] = {}
+        for slope in (q for q in questions if isinstance(q, Slope)):
             outputs[slope] = self.learners[slope.role].slope(slope.state, slope.value)
-        outputs |= self._learned(questions)
+        calls = [*self._asked([q for q in questions if isinstance(q, Ask)])]
+        calls += self._learned([q for q in questions if isinstance(q, Learn)])
+        made = self._together([call for _, call in calls])
+        for (of_call, _), predictions in zip(calls, made, strict=True):
+            outputs |= zip(of_call, predictions, strict=True)
         return [[outputs[question] for question in of_script] for of_script in rounds]
 
-    @torch.no_grad()
-    def _predictions(self, asks: list[Ask]) -> dict[Question, Prediction]:
-        """Return a prediction for each question; the teacher predicts for all at once."""
-        calls: list[tuple[list[Ask], Callable[[], list[Prediction]]]] = []
+    def _asked(self, asks: list[Ask]) -> Iterator[tuple[list[Ask], Predicts]]:
+        """Yield forward passes without gradient; the teacher predicts for all states at once."""
         for blocks in dict.fromkeys(ask.blocks for ask in asks if ask.role == TEACHER):
             alike = [ask for ask in asks if ask.role == TEACHER and ask.blocks == blocks]
-            calls.append((alike, partial(self.teacher.predict_all, [ask.state for ask in alike], blocks)))
+            states = [ask.state for ask in alike]
+            yield alike, torch.no_grad()(partial(self.teacher.predict_all, states, blocks))
         for ask in (ask for ask in asks if ask.role != TEACHER):
-            calls.append(([ask], lambda ask=ask: [self.learners[ask.role].forward(ask.state)]))
-        made = self._together([call for _, call in calls])
-        return {
-            ask: p
-            for (of_call, _), predictions in zip(calls, made, strict=True)
-            for ask, p in zip(of_call, predictions, strict=True)
-        }
+            yield [ask], torch.no_grad()(lambda ask=ask: [self.learners[ask.role].forward(ask.state)])
+
+    def _learned(self, learns: list[Learn]) -> Iterator[tuple[list[Learn], Predicts]]:
+        """Yield forward passes that learn, one of each role for all states that it learns at."""
+        for role in dict.fromkeys(learn.role for learn in learns):
+            alike = [learn for learn in learns if learn.role == role]
+            states = {number: learn.state for number, learn in enumerate(alike)}
+            predict = self.learners[role].predict
+            yield alike, lambda predict=predict, states=states: [*predict(states).values()]
+
+    @property
+    def _sweeps(self) -> bool:
+        """True if all networks have the same weights, which arrive block by block."""
+        job = self.job
+        return job.networks.share_base and job.teacher.sweeps and job.student_engine.stage < 3
 
     def _together(self, calls: list[Callable[[], Any]]) -> list[Any]:
-        """Make calls without gradients, block by block if all networks have weights that arrive so."""
-        job = self.job
-        if not (job.networks.share_base and job.teacher.sweeps) or job.student_engine.stage == 3:
+        """Make forward passes, block by block where weights arrive so."""
+        if not self._sweeps:
             return [call() for call in calls]
         blocks = [block for learner in self.learners.values() for block in learner.blocks]
         for network in local_modules(self.teacher):
             blocks += network.blocks
         return block_by_block(blocks, calls)
 
-    def _micro_step(self, play: Play, known: list[list[Prediction]]) -> dict[str, MicroStepResult]:
-        """Compute the losses and their gradients; on the last micro-step of an update the weights change.
-
-        Args:
-            known: predictions without gradient after the first pass that learns, by rounds, if known.
-        """
-        first, rounds = {}, iter([[], *known])  # of the first round nothing is known
+    def _micro_step(self, play: Play) -> dict[str, MicroStepResult]:
+        """Compute the losses and their gradients; on the last micro-step of an update the weights change."""
+        first: dict[str, State] = {}
         with activity(f"the {self.role}'s forward pass"):
             while play.questions:
                 for question in play.questions:
                     if isinstance(question, Learn):
                         first.setdefault(question.role, question.state)
-                outputs = dict(zip(_without_gradient(play.questions), next(rounds, []), strict=False))
-                play.answer(self._outputs([play.questions], outputs)[0])
+                play.answer(self._outputs([play.questions])[0])
         losses = {role: play.result[role] for role in reversed(first)}  # so activations are freed in turn
         totals = {role: self.objective.total(loss.rows_TB, role).mean() for role, loss in losses.items()}
-        for role, loss in propagate_nonfinite(totals).items():
-            with activity(f"the {role}'s backward pass"):
-                self.learners[role].backward(first[role].expert, loss)
+        backward = [
+            partial(self.learners[role].backward, first[role].expert, loss)
+            for role, loss in propagate_nonfinite(totals).items()
+        ]
+        with activity(f"the {' and '.join(totals)}'s backward pass"):
+            backward_together(backward) if self._sweeps else [call() for call in backward]
         with activity("the optimizer's step"):
             for role in totals:
                 self.learners[role].step(first[role].expert)
@@ -220,8 +192,3 @@ class Update:
             )
             for role, loss in losses.items()
         }
-
-
-def _without_gradient(questions: Sequence[Question]) -> list[Question]:
-    """Return those that no network learns by."""
-    return [question for question in questions if not isinstance(question, Learn)]

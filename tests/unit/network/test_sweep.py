@@ -13,7 +13,7 @@ from wandistiller.batch import Batch, Prediction
 from wandistiller.experts import Expert
 from wandistiller.network.block_source import BUFFERS
 from wandistiller.network.network import Network
-from wandistiller.network.sweep import block_by_block
+from wandistiller.network.sweep import backward_together, block_by_block
 from wandistiller.teacher.base import Guidance, GuidedTeacher, LocalTeacher, Teacher
 from wandistiller.teacher.build import build_teacher
 from wandistiller.utils.keyed_random import keyed_normal
@@ -107,6 +107,30 @@ def test_an_error_in_one_call_is_raised_and_no_hook_stays() -> None:
 
 def test_calls_that_go_through_no_block_are_made_one_after_the_other() -> None:
     assert block_by_block([], [lambda: 1, lambda: 2]) == [1, 2]
+
+
+def test_backward_passes_made_as_one_give_each_its_gradients_bitwise_and_end_for_themselves() -> None:
+    x, order = keyed_normal((2, 4), "x"), []
+    models = [torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3))) for _ in range(2)]
+
+    def backward(number: int) -> None:
+        loss = models[number](x).square().sum()
+        order.append(f"before {number}")
+        loss.backward()
+        order.append(f"after {number}")
+
+    def gradients() -> list[torch.Tensor]:
+        found = [p.grad for model in models for p in model.parameters()]
+        for model in models:
+            model.zero_grad()
+        return found
+
+    backward(0), backward(1)
+    expected = gradients()
+    order.clear()
+    backward_together([lambda: backward(0), lambda: backward(1)])
+    assert all(map(torch.equal, gradients(), expected))
+    assert order == ["before 0", "before 1", "after 0", "after 1"]
 
 
 # Blocks that come from CPU memory

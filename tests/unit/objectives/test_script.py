@@ -1,10 +1,10 @@
-"""Scripts: played twice with the same outputs, and side by side."""
+"""Scripts, played side by side."""
 
 import torch
 from constant_teacher import BATCH
 
 from wandistiller.batch import STUDENT, Prediction, State
-from wandistiller.objectives.script import TEACHER, Ask, Learn, Loss, Play, Script, joined
+from wandistiller.objectives.script import TEACHER, Ask, Learn, Loss, Script, joined
 
 
 def output(value: float) -> Prediction:
@@ -16,16 +16,6 @@ def difference(state: State, blocks: tuple[int, ...] = ()) -> Script:
     teacher = yield Ask(TEACHER, state, blocks)
     student = yield Learn(state)
     return Loss((student.v_BCFHW - teacher.v_BCFHW).flatten(1).mean(1)[None])
-
-
-def test_a_script_that_is_played_again_stands_where_it_stood_and_goes_its_own_way() -> None:
-    play = Play(lambda: difference(BATCH))
-    play.answer([output(1.0)])
-    again = play.again()
-    assert play.learns and again.learns and again.questions[0].state is BATCH
-    again.answer([output(5.0)])
-    play.answer([output(3.0)])
-    assert (play.result.rows_TB.tolist(), again.result.rows_TB.tolist()) == ([[2.0, 2.0]], [[4.0, 4.0]])
 
 
 def test_joined_scripts_ask_once_about_a_state_and_learn_in_one_pass() -> None:
