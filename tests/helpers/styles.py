@@ -1,9 +1,11 @@
 """LoRA files that change what a teacher draws, and teachers on disk with such a change in their weights."""
 
+import re
 import shutil
 from pathlib import Path
 
 import torch
+from ranks import ROOT
 from safetensors.torch import load_file, save_file
 
 from wandistiller.utils.keyed_random import keyed_normal
@@ -42,3 +44,15 @@ def with_style(wan: Path, target: Path, *added: tuple[Path, float], experts: tup
                 weights[key] = weights[key] + change.to(torch.float32)
         save_file(weights, file, {"format": "pt"})
     return target
+
+
+def write_users_files(folder: Path) -> None:
+    """Write the LoRA files that recipes of a style name: of 14B's and the embedded teacher's first layer."""
+    key = "diffusion_model.blocks.0.self_attn.q.lora_{}.weight"
+    recipes = (ROOT / "ds_configs" / "machines").glob("*_style.json")
+    named = re.findall(r'"([\w.]+\.safetensors)"', "".join(file.read_text() for file in recipes))
+    tiny = [f"runs/style_{of}/{side}.safetensors" for of in ("lora", "start") for side in ("high", "low")]
+    for name, width in (dict.fromkeys(named, 5120) | dict.fromkeys(tiny, 128)).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        a, b = torch.zeros(2, width), torch.zeros(width, 2)
+        save_file({key.format("A"): a, key.format("B"): b}, folder / name)

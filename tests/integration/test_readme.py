@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 from image_data import image_data
 from markdown_pages import (
     AFTER_A_RUN,
@@ -23,21 +22,20 @@ from markdown_pages import (
 )
 from published_wan import PUBLISHED, write_wans
 from ranks import ROOT, has_async_io
-from safetensors.torch import save_file
 from slow_cases import slow_but
+from styles import write_users_files
 
 from wandistiller.cli.main import main
 from wandistiller.cli.parser import parser
 from wandistiller.cli.plan import MACHINE
 from wandistiller.teacher.strategies import strategies
-from wandistiller.utils.files import shipped
+from wandistiller.utils.files import read_json, shipped
 
 SIXTY_WORDS = "prompt {} of sixty words" + " such as people write of a scene" * 8
 PLANS = unique({"plan"})
 RECOMMENDING = [c for c in PLANS if "--recommend" in c.words]
 RECOMMENDED = {c.value("--recommend") for c in RECOMMENDING}
 DRY = [c for c in unique({"train", "prepare"}) if c.value("--recipe") not in RECOMMENDED]
-ADAPTER = "diffusion_model.blocks.0.self_attn.q.lora_{}.weight"
 QUICK = "deepspeed --module wandistiller train --recipe ds_configs/recipes/quickstart.json"
 OF_PLACEMENTS = [
     Command(line, tuple(line.split()))
@@ -45,7 +43,7 @@ OF_PLACEMENTS = [
     for line in [f"{QUICK} --teacher_deepspeed_config ds_configs/teacher/{file.name}"]
 ]
 MISSING_HERE = re.compile(
-    r"\.safetensors file|are free|1 rank\(s\)|describe it there|runs/quickstart|despite_plan"
+    r"\.safetensors file|are free|1 rank\(s\)|describe it there|runs/(quickstart|style_pictures)|despite_plan"
 )
 MACHINES = table_rows("README.md", r"\d+ x \d+ GB \|")
 LEAST = table_rows("docs/memory.md", r"\d+ x \d+ GB, least")
@@ -63,9 +61,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with published pipelines' JSON files under their hub names, and files of a user."""
     monkeypatch.chdir(write_wans(tmp_path))
     image_data(tmp_path)
-    state = {ADAPTER.format("A"): torch.zeros(2, 5120), ADAPTER.format("B"): torch.zeros(5120, 2)}
-    for name in ("style", "four_steps"):  # LoRA files for 14B, of docs/own_style.md
-        save_file(state, tmp_path / f"{name}.safetensors")
+    write_users_files(tmp_path)
     return tmp_path
 
 
@@ -96,8 +92,7 @@ def test_a_dry_run_of_a_training_command_misses_only_weights_and_a_machine(
 
 def recipe_of(row: list[str]) -> str:
     """The machine recipe that a row of the README's table is about."""
-    count, each = re.findall(r"\d+", row[0])
-    return f"{count}x{each}_{row[1].lower().replace(' ', '_')}"
+    return row[-1].strip("`")
 
 
 def in_hours(printed: str, before: str) -> list[float]:
@@ -106,13 +101,12 @@ def in_hours(printed: str, before: str) -> list[float]:
     return [float(number) / {"h": 1, "min": 60, "s": 3600}[unit] for number, unit in found]
 
 
-def test_the_table_of_the_readme_has_a_row_for_every_machine_recipe() -> None:
+def test_every_machine_recipe_has_a_row_in_a_table() -> None:
     recipes = {file.stem for file in (ROOT / "ds_configs" / "machines").glob("*.json")}
     few = {f"{cells[0].strip('`')}_few_step" for cells in FEW_STEPS}
-    adapters = {name for name in recipes if name.endswith("_lora")}  # in docs/lora.md
+    adapters = {of_adapters(row)[0].split("/")[-1].removesuffix(".json") for row in ADAPTERS}
     images = {cells[1].strip("`") for cells in FIRST_FRAMES}
-    others = few | adapters | images | {*VIDEOS}
-    assert sorted(map(recipe_of, MACHINES)) == sorted(recipes - others) and few < recipes
+    assert {*map(recipe_of, MACHINES)} | few | adapters | images | {*VIDEOS} == recipes
     assert images == {name for name in recipes if "_i2v_" in name}
 
 
@@ -153,15 +147,27 @@ def assert_row_is_printed(row: list[str], printed: str) -> None:
     "row", slow_but([r for r in MACHINES if recipe_of(r) == "4x24_wan2.1_14b"], MACHINES), ids=recipe_of
 )
 def test_a_row_of_the_readme_is_what_plan_prints(row: list[str], capsys: pytest.CaptureFixture) -> None:
-    count, each, _, _, _, of_host, *_ = numbers_of(row)
-    recipe, machine = f"ds_configs/machines/{recipe_of(row)}.json", machine_of(count, each, of_host)
-    shown = ("plan", "--recipe", recipe.replace("wan2.2_a14b", "wan2.1_14b"), *machine)
-    assert shown in {c.ours for c in PLANS} or "A14B" in row[1]
-    printed = planned(recipe, machine, capsys)
-    assert_row_is_printed(row, printed)
-    step = re.search(r"a step takes about ([\d.]+ \w+)", printed)[1]
-    rows = table_rows("ds_configs/README.md", r"`\d+x\d+_")
-    assert [cells[-1] for cells in rows if recipe_of(row) in cells[0]] == [step]
+    machine, wan, makes, device, host, disk, hours, _ = row
+    (count, each), (of_run, of_host) = re.findall(r"\d+", machine), host.split(" of ")
+    recipe = f"ds_configs/machines/{recipe_of(row)}.json"
+    lines = {c.ours[:3] for page in ("README.md", "docs/student.md") for c in commands(page)}
+    assert {("plan", "--recipe", recipe), ("train", "--recipe", recipe)} <= lines
+    printed = planned(recipe, machine_of(count, each, of_host), capsys)
+    fits = [float(gib) for gib in re.findall(r"^fits: ([\d.]+) of", printed, re.MULTILINE)]
+    assert "NOT fit" not in printed and re.search(wan.replace(" ", ".*"), read_json(recipe)["teacher_path"])
+    assert [f"{max(fits[kind::3]):.0f}" for kind in (0, 1)] == [device, of_run]
+    assert max(fits[2::3]) == pytest.approx(int(disk), abs=2)  # the cache is as large as the prompts are long
+    prepare, _, training = hours.rpartition(" + ")
+    assert in_hours(printed, r"for \d+ steps") == pytest.approx([*map(float, training.split(", "))], abs=0.6)
+    assert not prepare or in_hours(printed, "for the teacher's rollouts")[0] == pytest.approx(
+        int(prepare), abs=0.5
+    )
+    if student := re.search(r"student of ([\d.]+)B", makes):
+        parameters = float(re.search(r"^student +([\d.]+)M", printed, re.MULTILINE)[1])
+        assert f"{parameters / 1000:.1f}" == student[1]
+        step = re.search(r"a step takes about ([\d.]+ \w+)", printed)[1]
+        rows = table_rows("ds_configs/README.md", r"`\d+x\d+_")
+        assert [cells[-1] for cells in rows if f"`{recipe_of(row)}.json`" in cells[0]] == [step]
 
 
 @pytest.mark.slow
@@ -248,16 +254,6 @@ def test_a_row_of_image_to_video_recipes_is_what_plan_prints(
     assert in_hours(printed, r"for \d+ steps") == pytest.approx([*map(float, hours.split(", "))], abs=0.6)
 
 
-def test_the_table_of_the_readme_begins_with_adapters_in_rows_that_are_planned() -> None:
-    shown, others = (table_rows("README.md", rf"\d+ x \d+ GB{what} \|") for what in (", LoRA", ""))
-    assert text("README.md").index(shown[-1][0]) < text("README.md").index(f"| {others[0][0]} |")
-    parts = [(*machine.removesuffix(" GiB").split(", "), cells) for machine, *cells in ADAPTERS]
-    known = [[gpus, *c[:3], f"{c[3]} of {of_host}", *c[4:6]] for gpus, of_host, c in parts]
-    for machine, wan, frames, device, host, disk, _, _, hours in shown:
-        number = frames.removesuffix(" frames").replace("images", "1")
-        assert [machine.removesuffix(", LoRA"), wan, number, device, host, disk, hours] in known
-
-
 def test_each_other_command_names_what_is_there() -> None:
     ours = {"train", "prepare", "plan", "doctor", *AFTER_A_RUN}
     for page in PAGES:
@@ -267,6 +263,8 @@ def test_each_other_command_names_what_is_there() -> None:
                 assert ".venv/bin/pip" in text("launch/env.sh")
             elif words[0] == "bash" and not command.ours:
                 assert (ROOT / words[1]).is_file()
+            elif words[:2] == ("python", "-m"):  # run by tests/unit/tiny
+                assert (ROOT / f"{words[2].replace('.', '/')}.py").is_file()
             else:
                 assert words[0] == "echo" or command.ours[0] in ours, f"{page}: no test runs `{command.line}`"
 
@@ -354,7 +352,7 @@ def test_every_json_that_a_page_names_is_shipped(page: str) -> None:
 def test_the_recipe_with_comments_of_the_readme_is_the_one_of_its_command() -> None:
     (block,) = blocks("jsonc", "README.md")
     recipe = json.loads(re.sub(r" +// .*", "", block))
-    assert recipe == json.loads(text("ds_configs/machines/1x16_wan2.1_14b_lora.json"))
+    assert recipe == json.loads(text("ds_configs/machines/1x24_wan2.2_a14b_style.json"))
 
 
 def test_json_of_the_texts_is_json() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import WanPipeline
-from ranks import losses, wandistiller
+from ranks import ROOT, losses, wandistiller
 from recipes import recipe, recipe_file, train
 from safetensors.torch import load_file
 from slow_cases import slow_but
@@ -17,6 +17,8 @@ from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
 from wandistiller.export.source import read_source
 from wandistiller.planner.disk import written
+from wandistiller.tiny.making.style import judge, write
+from wandistiller.tiny.shapes import HELD_OUT
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan.transformer import velocity
 
@@ -170,3 +172,22 @@ def test_a_placement_that_may_leave_weights_on_disk_is_refused(folder: Path, wan
     given = recipe_file(folder, wan2, "disk", **RUN, **added(file), teacher_deepspeed_config=teacher)
     error = wandistiller("train", "--recipe", given, code=2).stderr
     assert "It may leave modules on disk, from where they are read without `teacher_lora`" in error
+
+
+@pytest.mark.slow
+def test_the_quick_start_of_a_style_ends_with_a_table_and_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Its commands, with two steps of each training."""
+    recipes, short = ROOT / "ds_configs" / "recipes", "--max_steps 2 --sample_steps 2 --rollout_steps 1"
+    write(tmp_path / "runs" / "style_pictures")
+    for name, output in (("style_lora", "style_lora"), ("lora", "style_start"), ("style", "style")):
+        words = f"--recipe {recipes / name}.json --output_dir runs/{output} {short}"
+        wandistiller("train", *words.split(), cwd=tmp_path)
+    prompts = ["--prompts", *HELD_OUT[:2]]
+    for loras in (["runs/style_start", "runs/style_lora"], ["runs/style"]):
+        drawn = ["--output", f"runs/drawn/{len(loras)}_in_4_steps"]
+        wandistiller("sample", "--lora", *loras, *prompts, *drawn, cwd=tmp_path)
+    folders = sorted((tmp_path / "runs" / "drawn").iterdir())
+    judge(folders, tmp_path / "style.png")
+    assert "| 1 in 4 steps | " in capsys.readouterr().out and (tmp_path / "style.png").is_file()

@@ -156,14 +156,19 @@ def canonical_images() -> Tensor:
     return torch.stack([render(prompt) for prompt in SPECS])
 
 
-def fully_right(image_BCHW: Tensor, prompts: list[str]) -> list[bool]:
-    """Return whether each image in [0, 1] has the least MSE, of all canonical pictures, to its prompt's."""
+def nearest(image_BCHW: Tensor) -> list[str]:
+    """Return the prompt whose canonical picture has the least MSE to each image in [0, 1]."""
     candidate_ND = canonical_images().flatten(1)
     image_BD = image_BCHW.detach().float().cpu().flatten(1)
     # |a - b|^2 = |a|^2 - 2 a.b + |b|^2, and |a|^2 does not change which candidate is nearest.
     distance_BN = candidate_ND.square().sum(1) - 2 * image_BD @ candidate_ND.T
-    names, nearest_B = list(SPECS), distance_BN.argmin(1).tolist()
-    return [names[nearest] == prompt for nearest, prompt in zip(nearest_B, prompts, strict=True)]
+    names = list(SPECS)
+    return [names[i] for i in distance_BN.argmin(1).tolist()]
+
+
+def fully_right(image_BCHW: Tensor, prompts: list[str]) -> list[bool]:
+    """Return whether each image in [0, 1] has the least MSE, of all canonical pictures, to its prompt's."""
+    return [name == prompt for name, prompt in zip(nearest(image_BCHW), prompts, strict=True)]
 
 
 def mse_to_prompts(image_BCHW: Tensor, prompts: list[str]) -> Tensor:

@@ -8,6 +8,7 @@ from markdown_pages import VIDEOS
 from planned import EIGHT_80, published_job
 from published_wan import IMAGE_TO_VIDEO, PUBLISHED
 from ranks import ROOT
+from styles import write_users_files
 
 from wandistiller.cli.main import main
 from wandistiller.cli.plan_report import duration
@@ -24,6 +25,11 @@ CPU_MEMORY = {
     "1x12_wan2.2_5b_lora": 32,
     "1x16_wan2.1_14b_lora": 64,
     "1x16_wan2.2_a14b_lora": 64,
+    "1x12_wan2.2_5b_clips_lora": 32,
+    "1x24_wan2.2_a14b_clips_lora": 64,
+    "8x80_wan2.1_14b_clips_lora": 1000,
+    "1x16_wan2.1_14b_style": 64,
+    "1x24_wan2.2_a14b_style": 64,
     "1x24_wan2.1_14b": 128,
     "1x24_wan2.2_a14b": 192,
     "4x24_wan2.1_14b": 256,
@@ -57,17 +63,19 @@ def data_of(name: str, published: Path, folder: Path) -> Path:
 @pytest.mark.parametrize("name", CPU_MEMORY)
 @pytest.mark.usefixtures("quiet_logging")
 def test_a_shipped_recipe_fits_its_machine(
-    published: Path, tmp_path: Path, capsys: pytest.CaptureFixture, name: str
+    published: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     recipe, (gpus, each) = FOLDER / f"{name}.json", name.split("_")[0].split("x")
     teacher = read_json(recipe)["teacher_path"]
     assert teacher in PUBLISHED | IMAGE_TO_VIDEO and len(recipe.read_text().splitlines()) <= 24
+    monkeypatch.chdir(published)  # where LoRA files are that recipes name
+    write_users_files(published)
     paths = f"--teacher_path {published / teacher} --data_path {data_of(name, published, tmp_path)}"
     flags = ["--recipe", str(recipe), "--output_dir", str(tmp_path), *paths.split()]
     machine = f"--gpus {gpus} --gpu_memory {each} --host_memory {CPU_MEMORY[name]} --disk 1800"
     assert main(["plan", *flags, *machine.split()]) == 0
     output = capsys.readouterr().out
-    batch = {"video": 8, "lora": max(4, int(gpus))}.get(name.rpartition("_")[2], 64)
+    batch = {"video": 8, "lora": max(4, int(gpus)), "style": 4}.get(name.rpartition("_")[2], 64)
     assert "\nfits: " in output and "NOT fit" not in output and f" {batch} a step" in output
 
 
