@@ -56,10 +56,7 @@ def sample(
     if problems := sampling_problems(folder, sampling):
         raise ConfigError(*problems)
     folder.require_weights()
-    names = [f"{number:04d}" for number in range(len(items))]
-    if layout == VBENCH:
-        names = [f"{VBENCH}/{item.prompt}-{number}" for item in items for number in range(VIDEOS)]
-        items = [item for item in items for _ in range(VIDEOS)]
+    names, items = _named(items, layout)
     size = Size(sampling.height, sampling.width, sampling.num_frames)
     samples, prompts = [Sample(item, size) for item in items], [item.prompt for item in items]
     how = {"samples_per_file": 1, "dtype": placement.engine.dtype}
@@ -95,6 +92,14 @@ def sample(
         if layout != VBENCH:
             save_grid(output / "grid.png", {"": list(images)}, prompts)
     return [*files, output / "grid.png"] if layout != VBENCH else [output / VBENCH]
+
+
+def _named(items: list[PromptItem], layout: str) -> tuple[list[str], list[PromptItem]]:
+    """Return the files' names without ending, and the item of each."""
+    if layout != VBENCH:
+        return [f"{number:04d}" for number in range(len(items))], items
+    names = [f"{VBENCH}/{item.prompt}-{number}" for item in items for number in range(VIDEOS)]
+    return names, [item for item in items for _ in range(VIDEOS)]
 
 
 def name_problems(items: list[PromptItem]) -> list[str]:
