@@ -85,7 +85,7 @@ class RunConfig:
     hub_column: str | None = paths(
         None, "column of the prompts in hub:OWNER/NAME; default prompt, caption ..."
     )
-    hub_count: Amount = paths(10_000, "prompts drawn of hub:OWNER/NAME, by the seed")
+    hub_count: Amount | None = paths(None, "prompts drawn of hub:OWNER/NAME, by the seed; default 10000")
     output_dir: Name = paths("", "where the run is written")
     cache_dir: Name | None = paths(None, "encoded prompts and latents; default OUTPUT/cache")
     student_config: JsonFile = paths("ds_configs/students/half.json", "the student's architecture and start")

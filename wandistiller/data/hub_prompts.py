@@ -13,16 +13,18 @@ from wandistiller.utils.files import atomic, digest, wait_for_lock
 from wandistiller.utils.logging import heartbeat, log, set_activity
 
 HUB = "hub:"
+COUNT = 10_000
+"""Prompts that are taken unless a number is given."""
 BUFFER = 10_000
 """Rows among which the shuffle draws the next one."""
 
 
-def prompts_file(source: str, column: str | None, count: int, seed: int, cache: Path) -> Path:
+def prompts_file(source: str, column: str | None, count: int | None, seed: int, cache: Path) -> Path:
     """Return the file of the cache that has, or will have, the prompts of `source`."""
     return cache / f"prompts_{digest(source, column, count, seed)}.jsonl"
 
 
-def fetch_prompts(source: str, column: str | None, count: int, seed: int, cache: Path) -> Path:
+def fetch_prompts(source: str, column: str | None, count: int | None, seed: int, cache: Path) -> Path:
     """Write the prompts of a data set into a file of the cache, if it is not there; return that file.
 
     They depend on the data set and these arguments alone. One process fetches, others that share the cache
@@ -31,7 +33,7 @@ def fetch_prompts(source: str, column: str | None, count: int, seed: int, cache:
     Args:
         source: hub:OWNER/NAME, or hub:OWNER/NAME:SUBSET.
         column: of the prompts; None: the first of PROMPT_COLUMNS, in any case.
-        count: prompts to take, all different; fewer if there are no more.
+        count: prompts to take, all different; None: COUNT; fewer if there are no more.
 
     Raises:
         ConfigError: the library is missing, the data set cannot be read, or it has no such column.
@@ -52,7 +54,7 @@ def fetch_prompts(source: str, column: str | None, count: int, seed: int, cache:
     return file
 
 
-def _stream(source: str, column: str | None, count: int, seed: int) -> Iterator[str]:
+def _stream(source: str, column: str | None, count: int | None, seed: int) -> Iterator[str]:
     """Yield different prompts of the shuffled part "train", or of the first one."""
     if not find_spec("datasets"):
         raise ConfigError(f"{source}: data sets of the hub need: pip install datasets.")
@@ -72,5 +74,5 @@ def _stream(source: str, column: str | None, count: int, seed: int) -> Iterator[
         if isinstance(text := row[column], str) and has_prompt(text) and text not in seen:
             seen.add(text)
             yield text
-        if len(seen) == count:
+        if len(seen) == (count or COUNT):
             return
