@@ -50,6 +50,7 @@ setup(
         "tqdm",
     ],
     extras_require={
+        "hub": ["datasets>=4"],  # prompts of data sets; earlier ones run code of a data set
         "video": ["av>=18"],  # releases with FFmpeg 8, whose filter scale knows HDR
         "lora": ["peft>=0.21"],
         "report": ["matplotlib"],
@@ -67,6 +68,7 @@ setup(
             "tensorboard",
             "wandb",
             "matplotlib",
+            "datasets>=4",
         ],
     },
     entry_points={"console_scripts": ["wandistiller=wandistiller.cli.main:command"]},

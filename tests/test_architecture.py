@@ -26,6 +26,7 @@ ALLOWED = {
     "torchao": {"teacher"},
     "matplotlib": {"monitoring.charts"},
     "av": {"data.videos", "utils.images"},
+    "datasets": {"data.hub_prompts"},
 }
 """The folders, or single modules, that may import a library."""
 LIGHT = [

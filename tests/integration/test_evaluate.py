@@ -13,15 +13,25 @@ from diffusers import WanTransformer3DModel
 from drawing import GPU
 from PIL import Image
 from ranks import wandistiller, write_json
-from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
+from transformers import (
+    BitImageProcessorPil,
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPModel,
+    CLIPProcessor,
+    CLIPTokenizer,
+    Dinov2Config,
+    Dinov2Model,
+)
 
 from wandistiller.cli.evaluate import evaluate, read_evaluation
 from wandistiller.cli.parser import read as flags_of
 from wandistiller.data.dataset import PromptItem
 from wandistiller.evaluation.candidates import read_candidate
-from wandistiller.evaluation.clip import Clip
+from wandistiller.evaluation.clip import Clip, Dino
 from wandistiller.evaluation.draw_samples import sample
 from wandistiller.evaluation.evaluator import Evaluation, bands
+from wandistiller.evaluation.metrics import METRICS, DrawnBatch
 from wandistiller.evaluation.pipelines import PeakMemory
 from wandistiller.evaluation.sampling import Sampling
 from wandistiller.experts import Expert
@@ -67,6 +77,18 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).save_pretrained(folder)
     pixels = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
     CLIPProcessor(pixels, CLIPTokenizer(vocab=vocab, merges=[])).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dino(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random DINOv2 as transformers stores it."""
+    folder, tiny = tmp_path_factory.mktemp("dino"), dict(hidden_size=16, num_hidden_layers=2)
+    torch.manual_seed(0)
+    config = Dinov2Config(**tiny, num_attention_heads=2, image_size=16, patch_size=8, layerscale_value=1.0)
+    Dinov2Model(config).save_pretrained(folder)
+    crop = {"height": 16, "width": 16}
+    BitImageProcessorPil(size={"shortest_edge": 16}, crop_size=crop).save_pretrained(folder)
     return folder
 
 
@@ -234,21 +256,57 @@ def test_denoising_is_part_of_the_seconds_and_variety_is_0_only_of_a_student_tha
         assert figures["variety"]["value"] > 0
 
 
-def test_clip_score_is_transformers_own_cosine_and_a_long_prompt_is_cut(clip: Path) -> None:
-    image_BCHW = torch.rand(6, 3, 32, 40, generator=torch.Generator().manual_seed(0))
-    image_BD, score_B = Clip(clip, torch.device("cpu")).score(image_BCHW, PROMPTS)
+CPU = torch.device("cpu")
+
+
+def pictures(seed: int = 0) -> torch.Tensor:
+    return torch.rand(6, 3, 32, 40, generator=torch.Generator().manual_seed(seed))
+
+
+def test_clip_s_cosine_and_pickscore_are_transformers_own_and_a_long_prompt_is_cut(clip: Path) -> None:
+    image_BCHW, scorer = pictures(), Clip(clip, CPU)
+    image_BD, cosine_B = scorer.score(image_BCHW, PROMPTS)
     model, processor = CLIPModel.from_pretrained(clip), CLIPProcessor.from_pretrained(clip)
     images = [to_pil(image) for image in image_BCHW]
     with torch.no_grad():
         seen = model(**processor(text=PROMPTS, images=images, return_tensors="pt", padding=True))
-    cosine_B = seen.logits_per_image.diag() / model.logit_scale.exp()
-    torch.testing.assert_close(score_B, 100 * cosine_B.clamp(min=0))
+    logit_B = seen.logits_per_image.diag()
+    torch.testing.assert_close(scorer.preference(image_BCHW, PROMPTS), logit_B.detach())
+    torch.testing.assert_close(cosine_B, logit_B / model.logit_scale.exp().detach())
     torch.testing.assert_close(image_BD, seen.image_embeds)
-    torch.testing.assert_close(Clip(clip, torch.device("cpu")).embed(image_BCHW), image_BD)
-    assert score_B.max() > 1
+    torch.testing.assert_close(scorer.embed(image_BCHW), image_BD)
+    assert cosine_B.max() > 0.01
     long = ["red circle " * 9, "red circle " * 10]  # longer than CLIP reads
-    _, score_B = Clip(clip, torch.device("cpu")).score(image_BCHW[:1].expand(2, -1, -1, -1), long)
-    torch.testing.assert_close(score_B[0], score_B[1])  # the rows of a batch may be added up in other orders
+    _, cosine_B = scorer.score(image_BCHW[:1].expand(2, -1, -1, -1), long)
+    torch.testing.assert_close(cosine_B[0], cosine_B[1])  # rows may be added up in other orders
+
+
+def test_two_seeds_differ_by_one_less_the_cosine_of_transformers_own_class_tokens(dino: Path) -> None:
+    model, pixels = Dinov2Model.from_pretrained(dino), BitImageProcessorPil.from_pretrained(dino)
+    x_SBCHW = torch.stack([pictures(0), pictures(1)])
+    with torch.no_grad():
+        seen = [model(**pixels(images=[*map(to_pil, x)], return_tensors="pt")) for x in x_SBCHW]
+    cosine_B = torch.cosine_similarity(*(output.last_hidden_state[:, 0] for output in seen))
+    other = None
+    for x_BCHW in x_SBCHW.flip(0):
+        x_BCFHW = x_BCHW.unsqueeze(2)
+        other = DrawnBatch(PROMPTS, x_BCFHW, x_BCFHW, {"dino": Dino(dino, CPU)}, other=other)
+    (variety,) = (m for m in METRICS if m.name == "dino_variety")
+    torch.testing.assert_close(variety.compute(other), 1 - cosine_B)
+    assert variety.compute(other).min() > 1e-3
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_folders_of_clip_pickscore_and_dino_give_scores_distances_and_the_variety_of_a_student(
+    wan1: Path, clip: Path, dino: Path, tmp_path: Path
+) -> None:
+    flags = ["--teacher_path", wan1, "--clip_path", clip, "--pickscore_path", clip, "--dino_path", dino]
+    flags += ["--steps", "1", "--guidance_scale", "1"]
+    result = evaluate(comparison(wan1, tmp_path, *flags, prompts=PROMPTS[:2]))
+    names = ("clip_score", "pickscore", "clip_variety", "dino_variety")
+    assert all(result["teacher"][name]["value"] == result["student"][name]["value"] for name in names)
+    assert result["student"]["dino_variety"]["value"] > 0
+    assert set(result["frechet"]) == {"latent", "clip", "dino"}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
-"""`pip install .` carries all that the commands need."""
+"""The wheel carries all that the commands need."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -11,15 +12,17 @@ from slow_cases import slow_but
 
 from wandistiller import __version__
 
+QUICK = "--recipe ds_configs/recipes/quickstart.json"
+WHEEL = "pip wheel -q --no-deps --no-build-isolation -w"
 
-@pytest.fixture(scope="module", params=slow_but([], ["the checkout", "sdist"]))
+
+@pytest.fixture(scope="module", params=slow_but(["wheel"], ["wheel", "sdist"]))
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The distribution that pip gets."""
-    if request.param == "the checkout":
-        return ROOT
-    folder = tmp_path_factory.mktemp("sdist")
-    run([sys.executable, "setup.py", "-q", "sdist", "--dist-dir", str(folder)])
-    return next(folder.glob("wandistiller-*.tar.gz"))
+    folder = tmp_path_factory.mktemp("distribution")
+    sdist = [sys.executable, "setup.py", "-q", "sdist", "--dist-dir", str(folder)]
+    run(sdist if request.param == "sdist" else [sys.executable, "-m", *WHEEL.split(), str(folder), "."])
+    return next(folder.glob("wandistiller-*"))
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +42,20 @@ def test_installation_holds_every_tracked_file_but_the_makers_of_the_teachers(pa
     assert tracked and missing == {file for file in tracked if file.startswith("wandistiller/tiny/making/")}
 
 
-def test_installed_package_finds_its_data_outside_the_checkout(site: Path, tmp_path: Path) -> None:
-    command = ["train", "--teacher_path", "tiny", "--data_path", "tiny", "--output_dir", "run", "--dry_run"]
-    done = run([sys.executable, "-m", "wandistiller", *command], cwd=tmp_path, PYTHONPATH=str(site))
-    assert "0 of 1008 rows have media" in done.stderr and not (tmp_path / "run").exists()
+@pytest.mark.parametrize(
+    ("command", "printed"),
+    [
+        ("doctor", "software "),
+        (f"plan {QUICK} --gpus 1 --gpu_memory 24 --host_memory 32 --disk 100", "a step takes about"),
+        (f"train {QUICK} --output_dir run --dry_run", "0 of 1008 rows have media"),
+    ],
+    ids=["doctor", "plan", "train"],
+)
+def test_the_installed_command_finds_its_data_outside_the_checkout(
+    command: str, printed: str, site: Path, tmp_path: Path
+) -> None:
+    done = run([str(site / "bin" / "wandistiller"), *command.split()], cwd=tmp_path, PYTHONPATH=str(site))
+    assert printed in done.stdout + done.stderr and not (tmp_path / "run").exists()
 
 
 def test_the_version_is_the_one_in_the_package(site: Path, tmp_path: Path) -> None:
@@ -69,12 +82,15 @@ def test_the_newest_promised_python_is_the_one_that_is_tested() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not newest_python(), reason=f"there is no Python {NEWEST} here")
-def test_a_fresh_environment_of_the_newest_promised_python_trains(tmp_path: Path) -> None:
+def test_a_fresh_environment_of_the_newest_promised_python_trains_from_a_checkout_and_from_the_wheel(
+    tmp_path: Path,
+) -> None:
     for name in run(["git", "ls-files"]).stdout.splitlines():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    train = "train --recipe ds_configs/recipes/quickstart.json --output_dir run --max_steps 2"
-    script = f"source launch/env.sh; wandistiller doctor; wandistiller {train} --rollouts_per_prompt 1"
+    train = f"wandistiller train {QUICK} --output_dir run --max_steps 2 --rollouts_per_prompt 1"
+    alone = f"{WHEEL} dist .; pip uninstall -qy wandistiller; pip install -q dist/*; cd dist; {train}"
+    script = f"source launch/env.sh; wandistiller doctor; {train}; {alone}"
     own = ("VIRTUAL_ENV", "TORCH_EXTENSIONS_DIR", "PYTHONPATH", "DS_ACCELERATOR")
     env = {k: v for k, v in environment().items() if k not in own} | {"PYTHON": newest_python()}
     done = subprocess.run(
@@ -82,3 +98,9 @@ def test_a_fresh_environment_of_the_newest_promised_python_trains(tmp_path: Path
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"software   python {NEWEST}." in done.stdout and len(metrics(tmp_path / "run")) == 2
+    assert len(metrics(tmp_path / "dist" / "run")) == 2
+
+
+def test_the_image_has_the_torch_of_the_launch_scripts() -> None:
+    (pinned,) = re.findall(r"torch==[\d.]+", (ROOT / "launch" / "env.sh").read_text())
+    assert f" {pinned} " in (ROOT / "launch" / "Dockerfile").read_text()

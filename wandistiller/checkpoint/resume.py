@@ -117,7 +117,7 @@ MADE_OF = {
     **dict.fromkeys(("vae", "text_encoder", "image_encoder"), ("teacher_path", "teacher_revision")),
     "data": (
         *("data_path", "height", "width", "num_frames", "buckets", "rollout_steps", "rollouts_per_prompt"),
-        *("seed", "shift", "video_fps", "fit", "background"),
+        *("hub_column", "hub_count", "seed", "shift", "video_fps", "fit", "background"),
     ),
 }
 """Keys of the identity that are hashes or lists -> the settings behind them."""

@@ -9,7 +9,7 @@ from wandistiller.cli.flags import EvaluateFlags
 from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks, division_problems
 from wandistiller.evaluation.candidates import image_problems, read_candidate, read_items
-from wandistiller.evaluation.clip import clip_problems
+from wandistiller.evaluation.clip import ENCODERS, encoder_problems
 from wandistiller.evaluation.evaluator import Evaluation, Evaluator
 from wandistiller.evaluation.report import summary, write
 from wandistiller.evaluation.sampling import STEPS, Sampling, number_problems, size_problems
@@ -98,7 +98,8 @@ def read_evaluation(flags: EvaluateFlags, world: int) -> Evaluation:
     with collecting(problems):
         items = read_items(flags.prompts)
     problems += folder_problems("output", output) or inside_problems("output", output, read)
-    problems += clip_problems(flags.clip_path) if flags.clip_path else []
+    encoders = {name: path for name in ENCODERS if (path := getattr(flags, f"{name}_path"))}
+    problems += [p for name, path in encoders.items() for p in encoder_problems(name, path)]
     if problems:
         raise ConfigError(*problems)
     number, steps = min(flags.num_prompts, len(items)), flags.steps or []
@@ -111,7 +112,7 @@ def read_evaluation(flags: EvaluateFlags, world: int) -> Evaluation:
         output=output,
         teacher_sampling=for_teacher,
         student_sampling=for_student,
-        clip=flags.clip_path,
+        encoders=encoders,
         facts=facts,
         seed=flags.seed,
         batch=flags.batch,

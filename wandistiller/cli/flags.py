@@ -133,6 +133,9 @@ class SampleFlags(DrawingFlags):
         None, "the same of their last frame, where that is given too", metavar="FILE"
     )
     output: Path = _flag(MISSING, "folder for the pictures")
+    layout: Literal["numbered", "vbench"] = _flag(
+        "numbered", "vbench: five of each prompt as OUTPUT/vbench/PROMPT-0.mp4 and so on, for VBench"
+    )
     steps: int | None = _flag(None, "sampling steps; default those that a student is trained for, else 40")
     guidance_scale: float = _flag(1.0, "1 for a student that has it folded in")
     guidance_scale_2: float | None = _flag(None, "of the low-noise expert; default --guidance_scale")
@@ -161,6 +164,8 @@ class EvaluateFlags(DrawingFlags):
     guidance_scale_2: float | None = _flag(None, "of the teacher; default as folded into the student")
     negative_prompt: str | None = _flag(None, "the teacher's; default as folded into the student")
     clip_path: Path | None = _flag(None, "a CLIP folder of transformers: scores with it too")
+    pickscore_path: Path | None = _flag(None, "the folder of PickScore_v1: scores with it too")
+    dino_path: Path | None = _flag(None, "a DINOv2 folder of transformers: variety and a distance by it")
     quick: bool = _flag(False, "draw each prompt once: no floor, no variety")
     batch: int = _flag(8, "prompts drawn at once, or fewer where memory is short")
     output: Path | None = _flag(None, "folder; default: next to the student")

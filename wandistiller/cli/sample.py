@@ -29,7 +29,8 @@ def run(flags: SampleFlags) -> None:
     sharers = flags.context_parallel
     placement, _ = choose(placement, Drawing([model.folder], settings, 1, sharers))
     ranks = Ranks.in_groups_of(sharers)
-    files = draw_samples.sample(model, items, flags.output, settings, flags.seed, placement, ranks)
+    how = settings, flags.seed, placement, ranks, flags.layout
+    files = draw_samples.sample(model, items, flags.output, *how)
     collectives.show(*files)
     collectives.destroy()
 
@@ -40,6 +41,7 @@ def read_sampling(flags: SampleFlags) -> tuple[Candidate, list[PromptItem], samp
     problems += folder_problems("output", flags.output)
     with collecting(problems):
         items = read_items(flags.prompts, flags.image or [], flags.last_image or [])
+        problems += draw_samples.name_problems(items) if flags.layout == draw_samples.VBENCH else []
     with collecting(problems):
         model = read_candidate(flags.model, flags.lora or [], flags.strength)
         folder = model.folder

@@ -13,6 +13,7 @@ from wandistiller.config.start import Start
 from wandistiller.data.buckets import make_buckets
 from wandistiller.data.colours import background_of
 from wandistiller.data.dataset import PromptDataset, PromptItem
+from wandistiller.data.hub_prompts import HUB, prompts_file
 from wandistiller.data.latent_cache import Rollouts
 from wandistiller.data.media import MediaReader, Size
 from wandistiller.engine.batch_size import BatchSize
@@ -63,6 +64,14 @@ class Job:
     @property
     def cache(self) -> Path:
         return Path(self.run.cache_dir or self.output / "cache")
+
+    @property
+    def data(self) -> str:
+        """Name of the data's file or folder; of a data set of the hub, of its prompts in the cache."""
+        r = self.run
+        if not r.data_path.startswith(HUB):
+            return r.data_path
+        return str(prompts_file(r.data_path, r.hub_column, r.hub_count, r.seed, self.cache))
 
     @property
     def samples(self) -> Path:

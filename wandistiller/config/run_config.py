@@ -79,7 +79,13 @@ class RunConfig:
     teacher_lora: AddedLoras | None = paths(
         None, 'LoRA files added to the teacher, such as a style: FILE, or {"file": FILE, "strength": 0.8}'
     )
-    data_path: Name = paths("", "prompts: .txt, .jsonl, .csv, .tsv, media with .txt beside them, or `tiny`")
+    data_path: Name = paths(
+        "", "prompts: .txt, .jsonl, .csv, .tsv, media with .txt beside them, hub:OWNER/NAME, or `tiny`"
+    )
+    hub_column: str | None = paths(
+        None, "column of the prompts in hub:OWNER/NAME; default prompt, caption ..."
+    )
+    hub_count: Amount | None = paths(None, "prompts drawn of hub:OWNER/NAME, by the seed; default 10000")
     output_dir: Name = paths("", "where the run is written")
     cache_dir: Name | None = paths(None, "encoded prompts and latents; default OUTPUT/cache")
     student_config: JsonFile = paths("ds_configs/students/half.json", "the student's architecture and start")

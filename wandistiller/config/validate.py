@@ -1,6 +1,7 @@
 """Checks of a whole run before any weight is loaded; all problems are raised at once, on every rank."""
 
 import dataclasses
+from pathlib import Path
 
 from wandistiller.batch import PATH
 from wandistiller.checkpoint import resume
@@ -11,6 +12,7 @@ from wandistiller.config.recipe import ENGINE, STUDENT, TEACHER
 from wandistiller.config.run_config import AUTO, DEFAULT_ENGINE, DEFAULT_TEACHER, ZERO, AutoOf, RunConfig
 from wandistiller.config.start import Start, read_start
 from wandistiller.data.dataset import WITH_IMAGES, PromptDataset, read_dataset
+from wandistiller.data.hub_prompts import HUB, fetch_prompts
 from wandistiller.data.lines import clean
 from wandistiller.engine.ds_config import load, shipped_json, student_engine
 from wandistiller.engine.ds_json import DeepSpeedJson
@@ -121,7 +123,11 @@ def _read_data(run: RunConfig, folder: Folder | None) -> tuple[Folder | None, Pr
     Wan2.2 5B makes clips of text or of a first frame: of pictures in a run of clips it makes the latter.
     """
     may_begin = folder and (folder.config.takes_image or folder.expands_time and run.num_frames > 1)
-    items = read_dataset(run.data_path, thumbnails=run.num_frames == 1, first_frames=bool(may_begin))
+    data = run.data_path
+    if data.startswith(HUB):
+        cache = Path(run.cache_dir or Path(run.output_dir) / "cache")
+        data = str(fetch_prompts(data, run.hub_column, run.hub_count, run.seed, cache))
+    items = read_dataset(data, thumbnails=run.num_frames == 1, first_frames=bool(may_begin))
     if may_begin and (folder.config.takes_image or items.first(*WITH_IMAGES)):
         return folder.with_first_frames(), items
     return folder, items

@@ -17,12 +17,10 @@ from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime import compiler
 from torch.utils.cpp_extension import _get_build_directory
 
-from wandistiller.utils.files import take_lock
+from wandistiller.utils.files import wait_for_lock
 from wandistiller.utils.interrupts import interruptible
-from wandistiller.utils.logging import heartbeat, log
+from wandistiller.utils.logging import log
 
-WAIT = 1.0
-"""Seconds between looks at a build of another process."""
 ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
 """Environment variable with those that CUDA code is compiled for."""
 
@@ -83,14 +81,8 @@ def sole_builder(name: str) -> Iterator[None]:
     """
     folder = Path(_get_build_directory(name, False))
     with (folder.parent / f".{name}.lock").open("a") as file, interruptible():
-        is_waiting = False
-        while (is_locked := take_lock(file)) is False:
-            if not is_waiting:
-                log.info("build     waiting for the process that builds or loads %s", name)
-            is_waiting = True
-            heartbeat()
-            time.sleep(WAIT)
-        if is_locked:  # None on a file system without locks
+        # None on a file system without locks
+        if wait_for_lock(file, f"build     waiting for the process that builds or loads {name}"):
             (folder / "lock").unlink(missing_ok=True)
         began, is_built = time.monotonic(), (folder / f"{name}.so").is_file()
         if not is_built:

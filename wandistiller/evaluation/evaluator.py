@@ -21,7 +21,7 @@ from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.round_robin import batched, number_of_rounds, round_robin
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.evaluation.candidates import reader_of
-from wandistiller.evaluation.clip import Clip
+from wandistiller.evaluation.clip import ENCODERS
 from wandistiller.evaluation.metrics import FEATURES, METRICS, DrawnBatch, Features, Metric
 from wandistiller.evaluation.pipelines import OTHERS, PeakMemory, PlacedPipeline, base_of
 from wandistiller.evaluation.sampling import Sampling
@@ -75,7 +75,8 @@ class Evaluation:
     """Prompts sampled at once; ranks share whole batches, so a sample does not depend on their number."""
     quick: bool
     """Draw each prompt once, not twice from different seeds."""
-    clip: Path | None
+    encoders: dict[str, Path]
+    """Folders by their name in ENCODERS."""
     placement: Placement
     """Of both; a student that is not the teacher with LoRA files has unquantised weights."""
     numbers: tuple[int, ...] = ()
@@ -89,16 +90,14 @@ class Evaluation:
         size, known = (s.num_frames, s.height, s.width), {name: None for name in self.scenes}.keys()
         # prompts of the embedded teachers, whose pictures and clips a program can score
         has = {
-            "": True,
             "shapes": size == (1, *(shapes.IMAGE_SIZE,) * 2) and known <= shapes.SPECS.keys(),
             "moving shapes": size == (clips.FRAMES, *(clips.CLIP_SIZE,) * 2) and known <= clips.SPECS.keys(),
             "colours": are_scenes(self.scenes, size),
             "frames": s.num_frames > 1,
-            "clip": self.clip is not None,
-            "frames, clip": s.num_frames > 1 and self.clip is not None,
             "twice": not self.quick,
+            **{name: name in self.encoders for name in ENCODERS},
         }
-        return [m for m in metrics if has[m.needs]]
+        return [m for m in metrics if all(has[need] for need in m.needs.split(", ") if need)]
 
     @property
     def prompts(self) -> list[str]:
@@ -130,7 +129,7 @@ class ScoredSample:
     """Scores and features of one sample that a candidate drew."""
 
     scores: dict[str, Tensor]
-    """Metric -> number."""
+    """Metric -> number; of first draws."""
     features: dict[str, Tensor]
     """Name -> feature_D, or feature_FD of frames."""
     pixels_CFHW: Tensor | None
@@ -183,7 +182,7 @@ class Evaluator:
         self._samples = settings.samples
         self._scenes = settings.scenes
         self._vae = settings.teacher.load_vae(self._device)
-        self._clip = Clip(settings.clip, self._device) if settings.clip else None
+        self._encoders = {n: ENCODERS[n][0](path, self._device) for n, path in settings.encoders.items()}
         self._batches = batched(list(range(len(settings.prompts))), settings.batch)
         """Numbers of the prompts."""
         self._bands = bands(settings.teacher.boundary, settings.student.boundary)
@@ -291,14 +290,15 @@ class Evaluator:
                 pixels.append(pixels_BCFHW.cpu())
             first_x0.append(x0[0])
             given_frames, scenes = int(s.teacher.config.takes_image), [self._scenes[i] for i in chunk]
-            for n, other in ((0, -1), (1, 0))[: len(x0) if counts else 0]:
-                batch = DrawnBatch(prompts, pixels[n], x0[n], x0[other], self._clip, given_frames, scenes)
-                (drawn.second_draw if n else drawn.samples).update(self._score(chunk, batch))
+            how, other = (self._encoders, given_frames, scenes), None
+            for n in reversed(range(len(seeds) if counts else 0)):
+                other = DrawnBatch(prompts, pixels[n], x0[n], *how, other)
+                (drawn.second_draw if n else drawn.samples).update(self._score(chunk, other, not n))
         return drawn, first_x0
 
-    def _score(self, chunk: list[int], batch: DrawnBatch) -> dict[int, ScoredSample]:
+    def _score(self, chunk: list[int], batch: DrawnBatch, is_first: bool) -> dict[int, ScoredSample]:
         s = self.settings
-        scores = {m.name: m.compute(batch) for m in s.computable(METRICS)}
+        scores = {m.name: m.compute(batch) for m in (s.computable(METRICS) if is_first else ())}
         features = {f.name: f.compute(batch) for f in s.computable(FEATURES)}
         return {
             i: ScoredSample(

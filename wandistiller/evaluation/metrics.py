@@ -5,14 +5,14 @@ that a sample gives: its frames, or 1.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from wandistiller.evaluation.clip import Clip
+from wandistiller.evaluation.clip import Clip, Dino
 from wandistiller.monitoring.headline import Estimated
 from wandistiller.monitoring.health_checks import after_given, colour_stats
 from wandistiller.tiny import shapes, video_scores
@@ -74,26 +74,27 @@ class DrawnBatch:
         prompts: list[str],
         pixels_BCFHW: Tensor,
         x0_BCFHW: Tensor,
-        other_BCFHW: Tensor,
-        clip: Clip | None,
+        encoders: Mapping[str, Clip | Dino] | None = None,
         given_frames: int = 0,
         scenes: list[str] | None = None,
+        other: "DrawnBatch | None" = None,
     ):
         """Keep samples.
 
         Args:
             pixels_BCFHW: in [0, 1].
             x0_BCFHW: normalised VAE latents.
-            other_BCFHW: those of samples of the same prompts from other seeds; the same if there are none.
+            encoders: by their name in ENCODERS.
             given_frames: latent frames at the start that the models are given, which count for no motion.
             scenes: names of the embedded teachers' scenes; None: they are the prompts.
+            other: samples of the same prompts from other seeds.
         """
         self.scenes, self.given_frames = scenes or prompts, given_frames
         self.moving_BCFHW = after_given(x0_BCFHW, given_frames)
-        self.prompts, self.pixels_BCFHW, self._clip = prompts, pixels_BCFHW, clip
+        self.prompts, self.pixels_BCFHW, self._encoders = prompts, pixels_BCFHW, encoders or {}
         self.frame_BCHW = pixels_BCFHW[:, :, pixels_BCFHW.shape[2] // 2]
         """The middle frame."""
-        self.x0_BCFHW, self.other_BCFHW = x0_BCFHW, other_BCFHW
+        self.x0_BCFHW, self.other = x0_BCFHW, other
 
     @property
     def begins(self) -> bool:
@@ -112,13 +113,24 @@ class DrawnBatch:
 
     @cached_property
     def clip(self) -> tuple[Tensor, Tensor]:
-        return self._clip.score(self.frame_BCHW, self.prompts)
+        """CLIP's embeddings image_BD of the middle frames, and their cosines to the prompts, cosine_B."""
+        return self._encoders["clip"].score(self.frame_BCHW, self.prompts)
+
+    @cached_property
+    def preference_B(self) -> Tensor:
+        return self._encoders["pickscore"].preference(self.frame_BCHW, self.prompts)
+
+    @cached_property
+    def dino_BD(self) -> Tensor:
+        """DINO's embeddings of the middle frames."""
+        return self._encoders["dino"].embed(self.frame_BCHW)
 
     @cached_property
     def clip_frames_BFD(self) -> Tensor:
         """CLIP's image embeddings of MOST_FRAMES frames at most, spread evenly."""
         numbers = evenly(self.pixels_BCFHW.shape[2], MOST_FRAMES)
-        return torch.stack([self._clip.embed(clip[:, numbers].unbind(1)) for clip in self.pixels_BCFHW])
+        embed = self._encoders["clip"].embed
+        return torch.stack([embed(clip[:, numbers].unbind(1)) for clip in self.pixels_BCFHW])
 
 
 def _mean(value_N: Tensor, seed: int) -> Estimated:
@@ -144,8 +156,8 @@ class Metric:
     """value_B of a batch, float32; NaN where a sample has none."""
     needs: str = ""
     """`shapes`, `moving shapes`: prompts of an embedded teacher; `colours`: of either; `frames`: several
-    frames; `clip`: a CLIP folder; `frames, clip`: both; `twice`: two samples of each prompt; empty for any
-    evaluation."""
+    frames; a name of ENCODERS: its folder; `twice`: two samples of each prompt; several with commas between;
+    empty for any evaluation."""
     summary: Callable[[Tensor, int], Estimated] = _mean
     """value_N and seed -> figure and interval."""
 
@@ -272,7 +284,13 @@ METRICS = [
         needs="frames",
         compute=lambda drawn: _drift(drawn.pixels_BCFHW),
     ),
-    Metric(name="clip_score", label="CLIP score", needs="clip", compute=lambda drawn: drawn.clip[1]),
+    Metric(  # Hessel et al. 2021, arXiv:2104.08718, with 100 for their 2.5, as torchmetrics has it
+        name="clip_score",
+        label="CLIP score",
+        needs="clip",
+        compute=lambda drawn: 100 * drawn.clip[1].clamp(min=0),
+    ),
+    Metric(name="pickscore", label="PickScore", needs="pickscore", compute=lambda drawn: drawn.preference_B),
     Metric(
         name="picture_error",
         label="squared error to the asked picture",
@@ -283,7 +301,19 @@ METRICS = [
         name="variety",
         label="difference of two seeds' latents, RMS",
         needs="twice",
-        compute=lambda drawn: (drawn.x0_BCFHW - drawn.other_BCFHW).square().flatten(1).mean(1).sqrt(),
+        compute=lambda drawn: (drawn.x0_BCFHW - drawn.other.x0_BCFHW).square().flatten(1).mean(1).sqrt(),
+    ),
+    Metric(
+        name="clip_variety",
+        label="difference of two seeds, 1 - cos of CLIP",
+        needs="twice, clip",
+        compute=lambda drawn: 1 - (drawn.clip[0] * drawn.other.clip[0]).sum(1),
+    ),
+    Metric(
+        name="dino_variety",
+        label="difference of two seeds, 1 - cos of DINO",
+        needs="twice, dino",
+        compute=lambda drawn: 1 - (drawn.dino_BD * drawn.other.dino_BD).sum(1),
     ),
 ]
 FEATURES = [
@@ -296,6 +326,7 @@ FEATURES = [
     Features(name="latent_frames", needs="frames", compute=_frame_moments),
     Features(name="latent_clips", needs="frames", compute=_channel_motion),
     Features(name="clip", needs="clip", compute=lambda drawn: drawn.clip[0]),
+    Features(name="dino", needs="dino", compute=lambda drawn: drawn.dino_BD),
     Features(name="clip_frames", needs="frames, clip", compute=lambda drawn: drawn.clip_frames_BFD),
     Features(
         name="clip_clips", needs="frames, clip", compute=lambda drawn: _over_time(drawn.clip_frames_BFD)

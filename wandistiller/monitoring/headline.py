@@ -59,7 +59,7 @@ class Evaluated(TypedDict, total=False):
     """By side, then by the number of steps."""
 
 
-SCORES = {"fully_right": "prompts fully right", "clip_score": "CLIP score"}
+SCORES = {"fully_right": "prompts fully right", "pickscore": "PickScore", "clip_score": "CLIP score"}
 """Scores of evaluation.json, the one that says most first, and their names for people."""
 SHARE_OF_LOSS = 20
 """The first and the last of so many equal parts of the losses are compared."""

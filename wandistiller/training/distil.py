@@ -91,7 +91,7 @@ def _take_over(stages: list[Job], output: Path) -> None:
 
 def _log_next(job: Job, output: Path) -> None:
     """Log the commands that compare a student with its teacher, and that make a pipeline of adapters."""
-    data = f"{job.run.data_path}:held_out" if job.run.data_path in TINY else job.run.data_path
+    data = f"{job.data}:held_out" if job.data in TINY else job.data
     student = output if job.networks.is_teacher_with_adapters(job.folder) else output / "student"
     words = ["wandistiller", "evaluate", "--student_path", str(student), "--prompts", data]
     if (few := job.schedule.few) and few.sampler == RENOISE:  # else it is trained for one number

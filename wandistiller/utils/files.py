@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import shutil
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from wandistiller.utils.errors import DEEP, ConfigError, impossible_values, problem, readable
-from wandistiller.utils.logging import log
+from wandistiller.utils.logging import heartbeat, log
 
 PARTIAL = (".part", ".crdownload", ".aria2", ".incomplete", ".partial", ".download", ".tmp")
 """Endings of files that are still being written."""
@@ -151,6 +152,22 @@ def take_lock(file: IO[Any]) -> bool | None:
             log.warning(text, file.name, error.strerror)
         return None
     return True
+
+
+WAIT = 1.0
+"""Seconds between looks at a lock of another process."""
+
+
+def wait_for_lock(file: IO[Any], line: str) -> bool | None:
+    """Lock an open file, and log a line if another process has it first; None as `take_lock`."""
+    is_told = False
+    while (is_locked := take_lock(file)) is False:
+        if not is_told:
+            log.info(line)
+        is_told = True
+        heartbeat()
+        time.sleep(WAIT)
+    return is_locked
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from wandistiller.engine import patches
 from wandistiller.engine.patches import sole_builder
+from wandistiller.utils import files
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(patches, "WAIT", 0.05)
+    monkeypatch.setattr(files, "WAIT", 0.05)
     return tmp_path
 
 

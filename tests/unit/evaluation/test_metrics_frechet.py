@@ -123,7 +123,7 @@ def test_many_prompts_are_left_out_in_groups_with_the_same_interval() -> None:
 
 def features(name: str, x0_BCFHW: torch.Tensor) -> torch.Tensor:
     compute = next(f.compute for f in FEATURES if f.name == name)
-    return compute(DrawnBatch([""] * len(x0_BCFHW), x0_BCFHW, x0_BCFHW, x0_BCFHW, None))
+    return compute(DrawnBatch([""] * len(x0_BCFHW), x0_BCFHW, x0_BCFHW))
 
 
 def test_each_frame_has_its_channels_means_and_deviations() -> None:

@@ -22,7 +22,7 @@ def metric(name: str) -> Metric:
 
 def drawn(pixels_BCFHW: Tensor) -> DrawnBatch:
     """A batch whose latents are its pixels."""
-    return DrawnBatch(PROMPTS, pixels_BCFHW, pixels_BCFHW, pixels_BCFHW, None)
+    return DrawnBatch(PROMPTS, pixels_BCFHW, pixels_BCFHW)
 
 
 def brighter(each: float) -> DrawnBatch:

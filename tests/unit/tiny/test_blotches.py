@@ -62,7 +62,7 @@ def test_a_blotch_in_one_frame_of_a_clip_counts() -> None:
 
 def test_an_evaluation_counts_samples_with_a_blotch_and_has_the_mean_distance() -> None:
     pixels_BCFHW = torch.stack([picture(), with_red(picture(), 4, 4)])
-    drawn = DrawnBatch([WHITE] * 2, pixels_BCFHW, pixels_BCFHW, pixels_BCFHW, None)
+    drawn = DrawnBatch([WHITE] * 2, pixels_BCFHW, pixels_BCFHW)
     blotched, off = (next(m for m in METRICS if m.name == name) for name in ("blotched", "off_colour"))
     assert blotched.summary(blotched.compute(drawn), 0)["count"] == 1
     assert off.compute(drawn).tolist() == pytest.approx([0, 16 * RED_OFF / 64**2], abs=1e-6)
