@@ -10,8 +10,6 @@ if [ -e /usr/include/libaio.h ]; then
 else
   echo "libaio is missing, so the tests of a teacher on NVMe are skipped; on Debian or Ubuntu: apt install libaio-dev"
 fi
-# beside the tests; those that need it wait for it
-[ "${DS_ACCELERATOR-}" != cpu ] || (build fused_adam FusedAdamBuilder "Adam of students that are not offloaded") &
 export OMP_NUM_THREADS=1 # two ranks must not fight for two cores
 marks="not slow and not multinode"
 [ "$gpus" ] || marks+=" and not gpu"

@@ -111,6 +111,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory, wan2: Path) -> Path:
         if not (base / "finished" / "run" / "DONE").exists():
             (base / "finished").mkdir(exist_ok=True)
             more = {"objective": ["velocity", "feature"], "max_steps": 4, "save_every": 2, "sample_every": 2}
+            more |= {
+                "sample_prompts": ["a red circle", "a blue square", "a green circle"],
+                "rollout_steps": 4,
+            }
             file = recipe_file(base / "finished", wan2, shift=4.0, **more)
             (base / "finished" / "stderr").write_text(wandistiller("train", "--recipe", file, ranks=2).stderr)
     return base / "finished" / "run"

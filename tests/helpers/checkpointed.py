@@ -18,8 +18,6 @@ SETTINGS = {
     "max_steps": STEPS,
     "save_every": 2,
     "keep_checkpoints": 3,
-    "sample_prompts": ["a red circle"],
-    "rollout_steps": 2,
 }
 
 

@@ -63,9 +63,9 @@ def recipe(folder: Path, wan: Path, **more: Any) -> dict[str, Any]:
         "height": 32,
         "width": 32,
         "max_steps": 20,
-        "rollout_steps": 4,
+        "rollout_steps": 2,
         "sample_steps": 2,
-        "sample_prompts": ["a red circle", "a blue square", "a green circle"],
+        "sample_prompts": ["a red circle"],
         "negative_prompt": "",
         **more,
     }

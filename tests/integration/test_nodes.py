@@ -157,7 +157,7 @@ def test_a_node_that_is_left_alone_does_the_work_itself(ssh: Ssh, wan1: Path, tm
 
 def test_a_new_run_on_a_disk_of_nfs_saves_its_first_checkpoint(wan1: Path, tmp_path: Path) -> None:
     """Where all looked for checkpoints and cache before the first node had made them."""
-    own = {"output_dir": str(tmp_path / "run"), "max_steps": 1, "sample_prompts": ["a red circle"]}
+    own = {"output_dir": str(tmp_path / "run"), "max_steps": 1}
     given = recipe(tmp_path, wan1, **own)
     assert call(first_checkpoint, tmp_path, given, ranks=2) == [["step_00000001"]] * 2
 

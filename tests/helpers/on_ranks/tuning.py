@@ -8,7 +8,7 @@ from checkpointed import save
 from deepspeed.utils import safe_get_full_fp32_param
 from engines import learner_of
 from networks import network_of
-from recipes import ADAM
+from recipes import ADAM, TORCH_ADAM
 from small_wan import small_transformer
 from states import state
 from torch import Tensor
@@ -123,7 +123,9 @@ def steps_and_checkpoint(stage: int, dtype: str, work: Path) -> dict[str, float]
     frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
     checkpointer.keep_frozen({Expert.HIGH_NOISE: model}, work, None)
     rates = PARTLY.learning_rates
-    student = learner_of(model, engine(stage, dtype), learning_rates=rates, ema=DECAY, ema_start=START)
+    adam = {} if stage else {"optimizer": TORCH_ADAM}  # offloaded it is DeepSpeed's own
+    config = engine(stage, dtype, **adam)
+    student = learner_of(model, config, learning_rates=rates, ema=DECAY, ema_start=START)
     averages: dict[str, Tensor] = {}
     for step in range(STEPS):
         learn(student, step)
@@ -155,7 +157,8 @@ def round_robin_at_the_start(work: Path) -> list[float]:
     at_start, differences = dict(small_transformer(1, layers=3).named_parameters()), []
     for stage in (1, 2):
         zero = {"stage": stage, "round_robin_gradients": True}
-        folder = save(build(PARTLY, engine(stage, zero_optimization=zero)), work / str(stage), 0)
+        config = engine(stage, zero_optimization=zero, optimizer=TORCH_ADAM)
+        folder = save(build(PARTLY, config), work / str(stage), 0)
         weights = dict(loading.read_weights(folder, Expert.HIGH_NOISE))
         differences.append(
             max((value - at_start[name]).abs().max().item() for name, value in weights.items())
