@@ -25,7 +25,7 @@ def share() -> None:
     """Keep results of PURE in files, too; to be called before these are imported."""
     if FOLDER not in os.environ:
         os.environ[FOLDER] = tempfile.mkdtemp(prefix="traces_of_tests_")
-        atexit.register(shutil.rmtree, os.environ[FOLDER])
+        atexit.register(shutil.rmtree, os.environ[FOLDER], ignore_errors=True)
     folder, in_memory = Path(os.environ[FOLDER]), memoize.once_for_each
 
     def in_both(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,6 +43,7 @@ def _in_files(f: Callable[..., Any], folder: Path) -> Callable[..., Any]:
         if file.exists():
             return pickle.loads(file.read_bytes())
         result = f(*args, **kwargs)
+        folder.mkdir(exist_ok=True)  # whoever tidies up ends no test
         temporary = file.with_suffix(f".{os.getpid()}")
         temporary.write_bytes(pickle.dumps(result))
         temporary.rename(file)
