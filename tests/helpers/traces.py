@@ -43,6 +43,7 @@ def _in_files(f: Callable[..., Any], folder: Path) -> Callable[..., Any]:
         if file.exists():
             return pickle.loads(file.read_bytes())
         result = f(*args, **kwargs)
+        folder.mkdir(exist_ok=True)  # another process may have removed it
         temporary = file.with_suffix(f".{os.getpid()}")
         temporary.write_bytes(pickle.dumps(result))
         temporary.rename(file)
