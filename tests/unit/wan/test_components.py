@@ -12,7 +12,7 @@ from ranks import edit_json
 
 from wandistiller.cli.failures import Failures
 from wandistiller.cli.parser import read
-from wandistiller.evaluation.clip import clip_problems
+from wandistiller.evaluation.clip import encoder_problems
 from wandistiller.evaluation.sampling import Sampling
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import SHIPPED, TINY
@@ -86,16 +86,16 @@ def test_python_files_in_a_folder_are_never_run(
 def test_a_clip_folder_that_brings_code_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
     (tmp_path / "config.json").write_text('{"model_type": "clip"}')
-    assert clip_problems(tmp_path) == []
+    assert encoder_problems("clip", tmp_path) == []
     (tmp_path / name).write_text('{"model_type": "clip", "auto_map": {"AutoModel": "evil.Evil"}}')
-    (text,) = clip_problems(tmp_path)
+    (text,) = encoder_problems("clip", tmp_path)
     assert text.startswith(f"{tmp_path / name}: `auto_map` is ") and "No code of a folder" in text
 
 
 def test_clip_weights_in_a_pickle_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "clip"}')
     torch.save({}, tmp_path / "pytorch_model.bin")
-    (text,) = clip_problems(tmp_path)
+    (text,) = encoder_problems("clip", tmp_path)
     assert text.startswith(f"{tmp_path}: no model.safetensors in it, and pickles")
 
 
