@@ -81,8 +81,8 @@ NO_DATA = "...no such file or folder. Give a .txt with one prompt a line, a fold
 PATHS: dict[tuple[str, ...], list[tuple[str, str]]] = {  # keys of the recipe -> values and their messages
     ("student_config", "deepspeed_config", "teacher_deepspeed_config"): [
         ("{here}/loop", "cannot be read: Too many levels of symbolic links."),
-        ("{here}/" + LONG, TOO_LONG),
-        ("{here}/" + "x/" * 3000, TOO_LONG),
+        ("{here}/" + LONG, "cannot be read: " + TOO_LONG),
+        ("{here}/" + "x/" * 3000, "cannot be read: " + TOO_LONG),
         ("{here}", "cannot be read: Is a directory."),
         ("{here}/no", "no such file. Fix the path."),
         ("{here}/prompts.txt/x", "cannot be read: Not a directory."),
