@@ -95,7 +95,7 @@ def index_problems(index: PartConfig, parts: list[str], scheduler: Any) -> list[
         scheduler: class in the scheduler's own file.
     """
     problems = refused_keys(index.where, index.values)
-    if index.values["_class_name"] == ANY_STEP and scheduler != OF_ANY_STEP:
+    if index.values.get("_class_name") == ANY_STEP and scheduler != OF_ANY_STEP:
         remedy = f"A flow map is sampled by {OF_ANY_STEP} alone. Fetch scheduler/ again."
         problems.append(problem(index.where, "scheduler", scheduler, remedy))
     # an unknown one is told where it is read
