@@ -77,20 +77,24 @@ class State:
     conditioning: Conditioning
     expert: Expert
     """Equal on all ranks for one micro-step."""
+    end_B: Tensor | None = None
+    """Noise level to which a flow map's velocity leads, at most sigma_B; None: sigma_B. Others ignore it."""
     guided_B: Tensor | None = None
     """How often guidance counts in the teacher's prediction for each sample: 0 or above; None: once."""
 
     def tensors(self) -> list[Tensor]:
-        guided = [] if self.guided_B is None else [self.guided_B]
-        return [self.x_t_BCFHW, self.sigma_B, *guided, *self.conditioning.tensors()]
+        optional = (t_B for t_B in (self.end_B, self.guided_B) if t_B is not None)
+        return [self.x_t_BCFHW, self.sigma_B, *optional, *self.conditioning.tensors()]
 
     def with_tensors(self, tensors: list[Tensor]) -> "State":
         """Return the state of other samples, with what `tensors` returned for them."""
         x_t_BCFHW, sigma_B, *others = tensors
+        end_B = None if self.end_B is None else others.pop(0)
         guided_B = None if self.guided_B is None else others.pop(0)
         return State(
             x_t_BCFHW=x_t_BCFHW,
             sigma_B=sigma_B,
+            end_B=end_B,
             guided_B=guided_B,
             conditioning=self.conditioning.with_tensors(others),
             expert=self.expert,

@@ -16,8 +16,9 @@ States = Callable[[list[int]], Tensor]
 """Cached states x_BCFHW of a batch's samples, each by its number on the sample's path."""
 TRAIN_TIMESTEPS = 1000.0  # Wan's networks take t = 1000 sigma
 
-EULER, RENOISE = "euler", "renoise"
-"""Samplers of students of few steps: along the velocity, or to clean latents that are noised again."""
+EULER, RENOISE, FLOW_MAP = "euler", "renoise", "flow_map"
+"""Samplers of students of few steps: along the velocity, to clean latents that are noised again, or along the
+mean velocity to the next level, in any number of steps."""
 
 
 class FewSteps(NamedTuple):
@@ -39,7 +40,7 @@ class FewSteps(NamedTuple):
     def following(self, call: int, x_BCFHW: Tensor, v_BCFHW: Tensor, new_BCFHW: Tensor | None) -> Tensor:
         """Return the state after a call, counted from 0, with its velocity; RENOISE takes new noise."""
         sigma, following = self.ends(call)
-        if self.sampler == EULER:
+        if self.sampler != RENOISE:
             return x_BCFHW + (following - sigma) * v_BCFHW
         return (1 - following) * (x_BCFHW - sigma * v_BCFHW) + following * new_BCFHW
 
@@ -79,6 +80,16 @@ class FlowSchedule:
     def earlier(self, sigma_B: Tensor, u: float) -> Tensor:
         """Return sigma after a step of length `u` on the unshifted line towards data, at least 0."""
         return self.shifted((self.unshifted(sigma_B) - u).clamp(min=0))
+
+    def ends(self, sigma_B: Tensor, sample_index_B: list[int], step: int) -> Tensor:
+        """Draw to which noise level each sample's mean velocity leads: a half to its own, a quarter to 0.
+
+        The others lead to one below it, uniform on the unshifted line.
+        """
+        drawn = [self.uniform("end", step, i) for i in sample_index_B]
+        u_B = to_device(torch.tensor(drawn, dtype=torch.float64), sigma_B.device)
+        below_B = self.shifted(self.unshifted(sigma_B.double()) * (4 * u_B - 3).clamp(min=0))
+        return torch.where(u_B < 0.5, sigma_B, below_B.to(sigma_B.dtype))
 
     def segment_end(self, sigma_B: Tensor, steps: int | None, expert: Expert) -> Tensor:
         """Return where each sigma's segment ends, of so many steps (None: of one) of the student's expert."""

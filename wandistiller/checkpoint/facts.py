@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from wandistiller.flow import FLOW_MAP
 from wandistiller.network.folder import Folder
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import TINY, read_json
@@ -100,6 +101,11 @@ class Facts:
     def config(self) -> TransformerConfig:
         config = TransformerConfig.of(self.transformer)
         return replace(config, expands_time=bool(self.image_to_video) and not config.joined_channels)
+
+    @property
+    def is_flow_map(self) -> bool:
+        """True of a student for any number of steps: its network is told where its velocity leads."""
+        return self.sampler == FLOW_MAP
 
     @property
     def teacher_is_away(self) -> bool:

@@ -161,7 +161,7 @@ class TableMaker:
     def _bases(self) -> dict[Expert, Expert]:
         """Return the teacher's network that each of the student's is, but for adapters, or nothing."""
         lora, folder, start = self.run.lora, self.folder, self.start
-        if lora is None or self.config.raw != folder.config.raw:
+        if lora is None or self.config.one_time != folder.config.one_time:
             return {}
         if start:
             is_same_kind = start.facts.bases and without_start(start.facts.lora) == without_start(lora)
@@ -237,7 +237,7 @@ def copied_experts(
     student: StudentConfig, config: NetworkConfig, folder: Folder, experts: Iterable[Expert]
 ) -> dict[Expert, Expert]:
     """Return the teacher's network that each of a new student's is a whole copy of; empty if they are not."""
-    is_other = student.init != "teacher" or config.raw != folder.config.raw
+    is_other = student.init != "teacher" or config.one_time != folder.config.one_time
     if is_other or student.keep_layers == IMPORTANCE:
         return {}
     copies_all = kept_layers(student, config, folder) == list(range(config.num_layers))

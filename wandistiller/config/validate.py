@@ -19,6 +19,7 @@ from wandistiller.engine.ds_json import DeepSpeedJson
 from wandistiller.engine.ds_overrides import OVERRIDES, apply_overrides, fill_auto
 from wandistiller.engine.engine_config import EngineConfig
 from wandistiller.engine.preflight import config_problems
+from wandistiller.flow import FLOW_MAP
 from wandistiller.network.adapters import Lora
 from wandistiller.network.folder import Folder
 from wandistiller.objectives.objective import read_objective
@@ -74,6 +75,7 @@ def read_job(
         teacher = _teacher(_opened(run, TEACHER, origins), run, world, here=here)
     if problems := problems + own_problems(run, here=here):
         raise ConfigError(*problems)
+    transformer = transformer.with_second_time(objective.few_step_sampler == FLOW_MAP)
     whole = _complete(run, folder, items, samples=batch.total * len(objective.updates))
     job = Job(
         run=whole,

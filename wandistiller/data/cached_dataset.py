@@ -1,6 +1,7 @@
 """The run's samples: their numbers, the order of training, cached latents and text, and training batches."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -16,7 +17,7 @@ from wandistiller.data.sample_order import Permutation, SampleOrder
 from wandistiller.data.tensor_cache import Measured, Sample
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.engine.batch_size import BatchSize
-from wandistiller.flow import FlowSchedule
+from wandistiller.flow import FLOW_MAP, FlowSchedule
 from wandistiller.utils.errors import ConfigError
 
 
@@ -200,8 +201,11 @@ class MicroBatches:
 
     def noised(self, update: int, micro: int) -> Batch:
         """Return cached latents with noise added, all of one expert, which is equal on all ranks."""
-        index_B = self.indices(update, micro)
-        return self.schedule.noised(self._data.x0(index_B), self._data.conditioning(index_B), index_B, update)
+        index_B, schedule = self.indices(update, micro), self.schedule
+        batch = schedule.noised(self._data.x0(index_B), self._data.conditioning(index_B), index_B, update)
+        if schedule.few and schedule.few.sampler == FLOW_MAP:
+            return replace(batch, end_B=schedule.ends(batch.sigma_B, index_B, update))
+        return batch
 
     def noised_as(self, like: State, update: int, micro: int, begun: int) -> Batch:
         """Return cached latents of `like`'s prompts, those of the update `begun`, at its noise levels."""

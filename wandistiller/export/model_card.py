@@ -20,6 +20,7 @@ from wandistiller.network.folder import Folder
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import FACTS, read_json, write_json
 from wandistiller.utils.images import drawn
+from wandistiller.wan.components import ANY_STEP
 
 HUB = "https://huggingface.co"
 HERE = "THIS_FOLDER"
@@ -41,6 +42,10 @@ FEW_STEPS = """
 
 It samples in {steps} step{plural}, {sampler} from the noise level{plural} {levels}: keep their \
 number, shift and scheduler."""
+ANY_STEPS = """
+
+It samples in any number of steps, 1 to 16 and more: each takes the mean velocity to the next noise level.
+Keep its shift and scheduler."""
 FIXED_STEPS = """ It is trained for no other number, and diffusers would take wrong noise levels."""
 FEWER_STEPS = """ For fewer use `wandistiller sample --steps N`: diffusers would take wrong noise levels."""
 GLOBAL_NOISE = """
@@ -75,6 +80,8 @@ def few_steps_sentence(facts: Facts) -> str:
     """Say how a student of few steps samples; nothing of another."""
     if not (levels := facts.few_steps):
         return ""
+    if facts.is_flow_map:
+        return ANY_STEPS
     listed = ", ".join(f"{level:.4g}" for level in levels)
     text = FEW_STEPS.format(
         steps=len(levels), plural="s" * (len(levels) > 1), levels=listed, sampler=sampler_in_words(facts)
@@ -95,6 +102,7 @@ def call_in_diffusers(source: Source) -> dict[str, str]:
         helpers.append("load_image")
         pipeline, image = "WanImageToVideoPipeline", _images(facts)
         pillow = "from PIL import Image, ImageOps\n"
+    pipeline = ANY_STEP if facts.is_flow_map else pipeline
     imports = f"from diffusers.utils import {', '.join(helpers)}\n" if helpers else ""
     call = CALL.format(**vars(facts), image=image, save=save)
     return {"pipeline": pipeline, "imports": imports + pillow, "call": call}

@@ -182,6 +182,8 @@ def read_source(
 
 
 def sampler_in_words(facts: Facts) -> str:
+    if facts.is_flow_map:
+        return "or any other number (AnyFlowPipeline)"
     renoise = facts.sampler == RENOISE
     return "by noising its clean latents again (LCM)" if renoise else "by Euler's method"
 

@@ -89,6 +89,17 @@ class NetworkConfig(Protocol):
             call: what is called in its place, as its engine; it has the module's arguments.
         """
 
+    @property
+    def one_time(self) -> dict[str, Any]:
+        """The keys of the file, without those of a flow map's second time."""
+
+    def with_second_time(self, has: bool = True) -> Self:
+        """Return the config of a flow map, told the noise level to which its velocity leads; or of none."""
+
+    @staticmethod
+    def complete(module: nn.Module) -> None:
+        """Give weights of a second time that have no values yet those of the first."""
+
     @staticmethod
     def merge_text_padding(module: nn.Module) -> nn.Module:
         """Let the module compute cross-attention to a prompt's padding once, up to rounding."""

@@ -82,6 +82,7 @@ class Network:
         module = config.meta(device)
         for name, value in weights:
             set_parameter(module, name, value)
+        config.complete(module)
         return cls(module, config)
 
     @property

@@ -57,8 +57,9 @@ def start_weights(
     for name, module in config.meta().named_modules():
         number, inside = split_name(name)
         source = name if number is None else in_block(layers[number], inside)
-        leaves = [leaf for leaf, _ in module.named_parameters(recurse=False)]
-        values = {leaf: _read(reader, f"{source}.{leaf}".strip(".")) for leaf in leaves}
+        names = {leaf: f"{source}.{leaf}".strip(".") for leaf, _ in module.named_parameters(recurse=False)}
+        # of a second time there may be none; `complete` gives it some
+        values = {leaf: _read(reader, stored) for leaf, stored in names.items() if stored in reader.stored}
         for leaf, value in cuts.cut(source, values).items():
             # contiguous, as DeepSpeed views parameters as bytes
             yield f"{name}.{leaf}".strip("."), value.contiguous()

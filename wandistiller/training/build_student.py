@@ -96,7 +96,8 @@ class NetworkBuilder:
         if row.weights == CHECKPOINT:
             return zeros(row.config)
         if row.weights == RUN:
-            return _start(job).finished(row.expert.value, torch.float32)
+            weights = _start(job).finished(row.expert.value, torch.float32)
+            return ((name, value) for name, value in weights if name in row.config.shapes)
         cuts = self.cuts.get(row.expert)
         return start_weights(job.student, row.config, job.folder, row.expert, job.run.seed, cuts)
 

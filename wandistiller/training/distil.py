@@ -22,7 +22,7 @@ from wandistiller.export.formats.diffusers import DiffusersFormat
 from wandistiller.export.formats.lora import LoraFormat, loading_lines
 from wandistiller.export.output import per_expert, replaced
 from wandistiller.export.source import read_source
-from wandistiller.flow import RENOISE
+from wandistiller.flow import EULER, FLOW_MAP
 from wandistiller.monitoring import environment, memory_usage
 from wandistiller.monitoring.memory_usage import within
 from wandistiller.teacher.base import local_modules
@@ -94,8 +94,9 @@ def _log_next(job: Job, output: Path) -> None:
     data = f"{job.data}:held_out" if job.data in TINY else job.data
     student = output if job.networks.is_teacher_with_adapters(job.folder) else output / "student"
     words = ["wandistiller", "evaluate", "--student_path", str(student), "--prompts", data]
-    if (few := job.schedule.few) and few.sampler == RENOISE:  # else it is trained for one number
-        words += ["--steps", *map(str, sorted({1, 2, len(few.sigmas)}))]
+    if (few := job.schedule.few) and few.sampler != EULER:  # else it is trained for one number
+        others = (8, 16) if few.sampler == FLOW_MAP else ()
+        words += ["--steps", *map(str, sorted({1, 2, len(few.sigmas), *others}))]
     collectives.log0("%-9s %s", "next", shlex.join(words))
     if job.networks.is_teacher_with_adapters(job.folder):
         merge = ["wandistiller", "export", "--checkpoint", str(job.output), "--output", "students/mine"]

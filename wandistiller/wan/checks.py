@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from pydantic import Field
@@ -19,6 +19,8 @@ from wandistiller.wan.transformer_config import NEEDED, TransformerConfig
 
 TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "WanPipeline", "WanImageToVideoPipeline"
 """diffusers' classes of the pipelines that can be distilled."""
+PIPELINES = (TEXT_TO_VIDEO, IMAGE_TO_VIDEO, components.ANY_STEP)
+"""Those that are opened."""
 M = TypeVar("M", bound=nn.Module)
 UNSUPPORTED = "VACE, Animate and speech-to-video Wans are not supported."
 Layers = Annotated[int, Field(ge=1, le=1024)]
@@ -29,6 +31,7 @@ NUMBERS = of_type(
     (Annotated[int, Field(ge=2, le=1024, multiple_of=2)], "attention_head_dim"),  # for rope
     (Size, "num_attention_heads ffn_dim text_dim in_channels out_channels"),
     (Size, "rope_max_seq_len z_dim scale_factor_spatial scale_factor_temporal"),
+    (Literal["r"], "deltatime_type"),
 )
 """Types of the numbers that are computed with here; the libraries check all others."""
 TIED = "encoder.embed_tokens.weight"
@@ -37,7 +40,7 @@ MAY_BE_ZERO = ("to_out.", "ffn.net.2.", ".proj.")
 """Parts of names of matrices before a residual connection: zero in a block that was made to do nothing."""
 
 CLASSES = {
-    "transformer": ("_class_name", ["WanTransformer3DModel"]),
+    "transformer": ("_class_name", components.TRANSFORMERS),
     "vae": ("_class_name", ["AutoencoderKLWan"]),
     "text_encoder": ("architectures", ["UMT5EncoderModel", "UMT5Model", "UMT5ForConditionalGeneration"]),
 }

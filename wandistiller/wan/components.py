@@ -28,11 +28,15 @@ TOKENIZERS = {
     "TokenizersBackend": "PreTrainedTokenizerFast",  # as transformers 5 names it
 }
 """Classes in tokenizer_config.json, and transformers' that is loaded."""
+ANY_STEP, OF_ANY_STEP = "AnyFlowPipeline", "FlowMapEulerDiscreteScheduler"
+"""diffusers' pipeline of a flow map, and its scheduler."""
+TRANSFORMERS = ["WanTransformer3DModel", "AnyFlowTransformer3DModel"]
+"""Classes of networks; the second is the first with a second time."""
 COMPONENTS = {
     "text_encoder": ("transformers", ["UMT5EncoderModel"]),
     "tokenizer": ("transformers", list(TOKENIZERS)),
-    "transformer": ("diffusers", ["WanTransformer3DModel"]),
-    "transformer_2": ("diffusers", ["WanTransformer3DModel"]),
+    "transformer": ("diffusers", TRANSFORMERS),
+    "transformer_2": ("diffusers", TRANSFORMERS),
     "vae": ("diffusers", ["AutoencoderKLWan"]),
     "image_encoder": ("transformers", ["CLIPVisionModel"]),
     "image_processor": ("transformers", [f"CLIPImageProcessor{end}" for end in ("", "Fast", "Pil")]),
@@ -91,6 +95,9 @@ def index_problems(index: PartConfig, parts: list[str], scheduler: Any) -> list[
         scheduler: class in the scheduler's own file.
     """
     problems = refused_keys(index.where, index.values)
+    if index.values.get("_class_name") == ANY_STEP and scheduler != OF_ANY_STEP:
+        remedy = f"A flow map is sampled by {OF_ANY_STEP} alone. Fetch scheduler/ again."
+        problems.append(problem(index.where, "scheduler", scheduler, remedy))
     # an unknown one is told where it is read
     of_flow = scheduler if scheduler_class(scheduler) else "UniPCMultistepScheduler"
     classes = COMPONENTS | {"scheduler": ("diffusers", [of_flow])}

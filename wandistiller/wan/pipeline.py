@@ -47,7 +47,7 @@ def open_wan(name: str, weights: bool = False, revision: str | None = None) -> W
     if problems := unfinished(path, [file for file in CONFIG_FILES if file != "README.md"]):
         raise ConfigError(*problems)
     index = _read(path, name, "model_index.json")
-    if index.values.get("_class_name") not in (checks.TEXT_TO_VIDEO, checks.IMAGE_TO_VIDEO):
+    if index.values.get("_class_name") not in checks.PIPELINES:
         both = f"text-to-video ({checks.TEXT_TO_VIDEO}) or image-to-video ({checks.IMAGE_TO_VIDEO})"
         remedy = f"Give a diffusers Wan of {both}."
         raise ConfigError(index.problem("_class_name", f"{remedy} {checks.UNSUPPORTED}"))

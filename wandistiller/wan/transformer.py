@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from wandistiller.batch import State
 from wandistiller.flow import TRAIN_TIMESTEPS
 from wandistiller.wan.text_padding import network_text
+from wandistiller.wan.two_times import TwoTimes
 
 
 def renew_rope(model: WanTransformer3DModel, device: torch.device | None = None) -> None:
@@ -54,12 +55,18 @@ def velocity(model: nn.Module, state: State, call: Callable[..., Any] | None = N
 
 
 def _timestep(model: nn.Module, state: State) -> Tensor:
-    """Return t_B = 1000 sigma; where the first frame is given t_BS of each patch, 0 of that frame's."""
+    """Return t_B = 1000 sigma; where the first frame is given t_BS of each patch, 0 of that frame's.
+
+    Those of the noise levels where the velocities lead follow for a flow map, equal for all patches, as in
+    diffusers' AnyFlowPipeline (0.42.1).
+    """
+    has_ends = state.end_B is not None and isinstance(model.condition_embedder, TwoTimes)
+    levels = [state.sigma_B, *([state.end_B] if has_ends else [])]
     precision = torch.promote_types(state.sigma_B.dtype, torch.float32)
-    t_B = (state.sigma_B.to(precision) * TRAIN_TIMESTEPS).float()
+    times = torch.cat([(level_B.to(precision) * TRAIN_TIMESTEPS).float() for level_B in levels])
     if state.conditioning.first_BCFHW is None:
-        return t_B
+        return times
     frames, *sides = (n // p for n, p in zip(state.x_t_BCFHW.shape[2:], model.config.patch_size, strict=True))
-    t_BFP = t_B[:, None, None].repeat(1, frames, prod(sides))
-    t_BFP[:, 0] = 0
+    t_BFP = times[:, None, None].repeat(1, frames, prod(sides))
+    t_BFP[: len(state.sigma_B), 0] = 0
     return t_BFP.flatten(1)

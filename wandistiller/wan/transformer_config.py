@@ -17,6 +17,7 @@ from wandistiller.wan import transformer
 from wandistiller.wan.kernels import share_sequences, use_kernels
 from wandistiller.wan.structure import BLOCK_CLASS, IMAGE_MAPS, PARTS
 from wandistiller.wan.text_padding import TEXT_TOKENS, merge_text_padding
+from wandistiller.wan.two_times import GATE, add_second_time, begin_second_time
 
 IMAGE_ROWS = 257
 """States of a frame: of 16 x 16 patches, and of the whole; CLIP's ViT-H/14 at 224 pixels."""
@@ -49,10 +50,13 @@ class TransformerConfig(NetworkConfig):
     """Width of the states of given frames; None: it takes none."""
     pos_embed_seq_len: int | None = None
     """Rows of these states where two frames are given, the first and the last; None: the first alone."""
+    gate_value: float | None = None
+    """Share of the second time in the embedding of a flow map; None: a Wan of one time."""
     expands_time: bool = False
     """Latents begin with the given frame, whose time is 0; not in config.json, but in model_index.json."""
 
     velocity = staticmethod(transformer.velocity)
+    complete = staticmethod(begin_second_time)
     merge_text_padding = staticmethod(merge_text_padding)
     share_sequences = staticmethod(share_sequences)
     use_kernels = staticmethod(use_kernels)
@@ -72,6 +76,14 @@ class TransformerConfig(NetworkConfig):
 
     def replaced(self, **values: Any) -> Self:
         return replace(self.of(self.raw | values), expands_time=self.expands_time)
+
+    @property
+    def one_time(self) -> dict[str, Any]:
+        return {key: value for key, value in self.raw.items() if key not in GATE}
+
+    def with_second_time(self, has: bool = True) -> Self:
+        raw = GATE | self.raw if has else self.one_time
+        return replace(self.of(raw), expands_time=self.expands_time)
 
     @property
     def joined_channels(self) -> int:
@@ -98,12 +110,15 @@ class TransformerConfig(NetworkConfig):
     def meta(self, device: torch.device | None = None) -> WanTransformer3DModel:
         # torch draws even numbers that have no memory, half of the time
         with no_init_weights(), torch.device("meta"):
-            model = WanTransformer3DModel.from_config(self.raw)
+            model = self.new()
         transformer.renew_rope(model, device)
         return model
 
     def new(self) -> WanTransformer3DModel:
-        return WanTransformer3DModel.from_config(self.raw)
+        model = WanTransformer3DModel.from_config(self.one_time)
+        if self.gate_value is not None:
+            add_second_time(model, self.gate_value)
+        return model
 
     def blank_state(
         self,

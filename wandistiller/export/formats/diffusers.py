@@ -1,10 +1,13 @@
 """`--format diffusers`: a pipeline folder for diffusers' from_pretrained."""
 
+import inspect
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from diffusers import AnyFlowPipeline, AnyFlowTransformer3DModel
 from safetensors.torch import save_file
 
 from wandistiller.export.model_card import HERE, call_in_diffusers, student_sentence, write_card
@@ -17,7 +20,7 @@ from wandistiller.network.weight_reader import DIFFUSERS_STEM, RENAMED, WeightRe
 from wandistiller.utils.errors import problem
 from wandistiller.utils.files import atomic, link_or_copy, read_json, write_json
 from wandistiller.wan.checks import IMAGE_TO_VIDEO
-from wandistiller.wan.components import IMAGE_PARTS, known_config
+from wandistiller.wan.components import ANY_STEP, IMAGE_PARTS, VERSIONS, known_config
 from wandistiller.wan.hub import is_used
 from wandistiller.wan.pipeline import open_wan
 
@@ -53,6 +56,8 @@ class DiffusersFormat(ExportFormat):
         with replaced(output) as folder:
             for name, model in source.networks(self.dtype):
                 model.save_pretrained(folder / name, max_shard_size=self.max_shard_size)
+                if source.facts.is_flow_map:
+                    _write_flow_map(folder / name / "config.json", source.facts.transformer)
                 del model  # before the next is read
             images = IMAGE_PARTS if teacher.config.image_dim else ()
             for part in ("vae", "text_encoder", "tokenizer", *images):
@@ -97,7 +102,18 @@ def _write_index(teacher: Folder, source: Source, scheduler: str, folder: Path) 
         index |= {"transformer_2": [None, None], "boundary_ratio": None}
     elif source.facts.few_steps:  # it lies between two levels
         index["boundary_ratio"] = source.facts.boundary
+    if source.facts.is_flow_map:
+        known = [*VERSIONS, "expand_timesteps", *inspect.signature(AnyFlowPipeline.__init__).parameters]
+        index = {key: index[key] for key in known if index.get(key)}
+        index |= {"_class_name": ANY_STEP, "transformer": ["diffusers", AnyFlowTransformer3DModel.__name__]}
     write_json(folder / "model_index.json", index)
+
+
+def _write_flow_map(file: Path, config: dict[str, Any]) -> None:
+    """Write the config.json of a network as that of diffusers' flow map, which has the same weights."""
+    values = config | read_json(file) | {"_class_name": AnyFlowTransformer3DModel.__name__}
+    known = [*VERSIONS, *inspect.signature(AnyFlowTransformer3DModel.__init__).parameters]
+    write_json(file, {key: values[key] for key in known if key in values})
 
 
 def write_pipeline_card(folder: Path, source: Source, repository: str) -> None:
