@@ -71,8 +71,9 @@ class Blocks:
         if self._source and number == len(self._number) - 1:
             self._source.turn()
         h_BSD = run(h_BSD, *others)
-        if self._source and h_BSD.grad_fn:
-            # autograd takes what has the highest number first: of several networks the same block in turn
+        if self._source and h_BSD.grad_fn and not self._projections:
+            # autograd takes what has the highest number first: of several networks the same block in turn;
+            # where projections read blocks too, another order of its sums would round otherwise
             h_BSD.grad_fn._set_sequence_nr(number)
         if project := self._projections.get(str(number)):
             # inside the engine's forward, so that ZeRO-3 gathers the projection

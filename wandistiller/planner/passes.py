@@ -121,7 +121,10 @@ def base_sweeps(job: Job, of_step: Sequence[str] = ()) -> dict[str, float]:
         for asked, slopes, learned in script.rounds:
             sweeps[LEARNING if learned else "scores at samples"] += number * bool(asked or learned)
             sweeps[LEARNING] += number * 2 * slopes.total()
-        sweeps[LEARNING] += number  # backward, of all that learn
+        learning = set().union(*(learned for _, _, learned in script.rounds))
+        heads = sum(other.has_heads for name, other in job.objective.others.items() if name in learning)
+        # backward, of all that learn; networks with heads go alone
+        sweeps[LEARNING] += number * (1 + (heads if len(learning) > 1 else 0))
     return {purpose: number for purpose, number in sweeps.items() if number}
 
 
