@@ -100,14 +100,14 @@ PATHS: dict[tuple[str, ...], list[tuple[str, str]]] = {  # keys of the recipe ->
         ("{here}/no", NO_DATA),
         ("{here}/prompts.txt/x", NO_DATA),
         ("{here}/pipe.txt", "...not a "),
-        ("{here}/" + LONG, TOO_LONG),
+        ("{here}/" + LONG, "cannot be read: " + TOO_LONG),
     ],
     ("teacher_path",): [
         ("{here}/loop", NO_WAN),
         ("{here}", NO_WAN),
-        ("{here}/prompts.txt", NO_WAN),
+        ("{here}/prompts.txt", "is one file of a pipeline. Write a JSON that names all its files"),
         ("{here}/a/b", NO_WAN),
-        ("{here}/" + LONG, TOO_LONG),
+        ("{here}/" + LONG, "cannot be read: " + TOO_LONG),
     ],
 }
 
