@@ -41,26 +41,12 @@ def test_stock_diffusers_draws_the_latents_of_sample_in_any_number_of_steps(run:
     folder, facts = open_wan(str(run / "student")), Facts.read(run / "student" / FACTS)
     weights = folder.reader(Expert.HIGH_NOISE).state(torch.float32).items()
     network = Network.made(folder.config, weights)
-    ours, _ = denoise(
-        LocalTeacher({Expert.HIGH_NOISE: network}).velocity,
-        folder,
-        folder.shift,
-        noise_BCFHW,
-        Conditioning(text_BLD),
-        steps,
-        sampler(folder, facts, steps),
-        level_dtype=torch.float64,
-    )
+    start = (folder, folder.shift, noise_BCFHW, Conditioning(text_BLD), steps)
+    velocity = LocalTeacher({Expert.HIGH_NOISE: network}).velocity
+    ours, _ = denoise(velocity, *start, sampler(folder, facts, steps), level_dtype=torch.float64)
     assert torch.dist(theirs, ours) < 1e-3 * ours.norm()
-    as_others, _ = denoise(  # as a pipeline that no run here made, by its own scheduler
-        LocalTeacher({Expert.HIGH_NOISE: network}).velocity,
-        folder,
-        folder.shift,
-        noise_BCFHW,
-        Conditioning(text_BLD),
-        steps,
-        level_dtype=torch.float64,
-    )
+    # as a pipeline that no run here made, by its own scheduler
+    as_others, _ = denoise(velocity, *start, level_dtype=torch.float64)
     assert torch.dist(as_others, ours) < 1e-5 * ours.norm()
 
 
