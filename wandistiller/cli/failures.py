@@ -25,6 +25,8 @@ from wandistiller.utils.interrupts import Interrupted
 from wandistiller.utils.logging import current, log_to_file
 
 CODES = {ConfigError: WRONG_INPUT, NonFinite: NOT_FINITE, StorageError: STORAGE}
+UNDERWAY = {"train", "draw", "checkpoint", "export"}
+"""Phases whose input was right when the run began."""
 LOST_CONTACT = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed? ?out|gloo|nccl|socket", re.IGNORECASE
 )
@@ -39,6 +41,7 @@ OUT_OF_MEMORY_MESSAGE = re.compile(
     re.IGNORECASE,
 )
 """Messages of libraries that are out of memory and raise another error, such as RuntimeError."""
+GOES_ON = "The same command then goes on from the last checkpoint."
 SHOWN = 3
 """Number of flags in an advice."""
 PLAN = "`wandistiller plan` with the same recipe and flags says what takes how much, and which JSONs fit"
@@ -62,6 +65,8 @@ class Failures:
         lost = isinstance(error, RuntimeError) and LOST_CONTACT.search(str(error))
         if isinstance(error, Problems):
             code, text = CODES[type(error)], "\n".join(f"error: {p}" for p in error.problems)
+            if code == WRONG_INPUT and current.phase in UNDERWAY:
+                code, text = STORAGE, "\n".join(f"error: {where}: {p} {GOES_ON}" for p in error.problems)
             # the other ranks found the same, or rank 0's watchdog prints it
             printed = text if first else ""
             # torchrun repeats each rank's
@@ -116,11 +121,11 @@ class Failures:
 
 def _in_words(error: OSError, *, goes_on: bool) -> str:
     """Return the failure, the file, and a remedy; a run `goes_on` from its checkpoints."""
-    then = "the same command then goes on from the last checkpoint" if goes_on else "give the command again"
+    then = GOES_ON if goes_on else "Then give the command again."
     where = f"{error.filename}: " if error.filename else ""
     return (
         f"{where}{error.strerror or error}. A disk is full, or a file or folder went away or was changed "
-        f"while it was used. Fix that; {then}."
+        f"while it was used. Fix that. {then}"
     )
 
 
