@@ -167,7 +167,6 @@ class RunConfig:
     allow_changed: list[str] | None = this_start(
         None, "keys in which the checkpoint may be of another run: optimizer ..."
     )
-    profile_memory: Count | None = this_start(None, "record GPU memory in steps N to N+2", metavar="N")
     despite_plan: bool = this_start(False, "start although the plan needs a fifth more memory than is free")
     dry_run: bool = this_start(False, "check everything, print the plan, load no weights, exit")
 
