@@ -274,7 +274,6 @@ def test_clip_s_cosine_and_pickscore_are_transformers_own_and_a_long_prompt_is_c
     torch.testing.assert_close(scorer.preference(image_BCHW, PROMPTS), logit_B.detach())
     torch.testing.assert_close(cosine_B, logit_B / model.logit_scale.exp().detach())
     torch.testing.assert_close(image_BD, seen.image_embeds)
-    torch.testing.assert_close(scorer.embed(image_BCHW), image_BD)
     assert cosine_B.max() > 0.01
     long = ["red circle " * 9, "red circle " * 10]  # longer than CLIP reads
     _, cosine_B = scorer.score(image_BCHW[:1].expand(2, -1, -1, -1), long)

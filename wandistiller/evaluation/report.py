@@ -162,7 +162,7 @@ def _frechet(
     for kind, feature in teacher[0].features.items() if len(teacher) > 1 else ():
         result[kind] = {"features": feature.shape[-1]}
         for name, pair in pairs.items():
-            features = (torch.stack([torch.atleast_2d(s.features[kind]) for s in drawn]) for drawn in pair)
+            features = (torch.stack([s.features[kind] for s in drawn]) for drawn in pair)
             result[kind][name] = frechet_estimate(*features).as_dict()
     return result
 
