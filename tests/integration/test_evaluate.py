@@ -196,19 +196,6 @@ def test_one_and_two_ranks_find_the_same(wan1: Path, wan2: Path, clip: Path, tmp
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
-def test_clips_have_distances_over_frames_and_over_clips_each_with_its_interval(
-    wan1: Path, clip: Path, tmp_path: Path
-) -> None:
-    flags = ["--teacher_path", wan1, "--num_frames", "5", "--steps", "1", "--quick", "--clip_path", clip]
-    found = evaluate(comparison(wan1, tmp_path, *flags, prompts=PROMPTS[:3]))["frechet"]
-    kinds = {f"{network}{of}" for network in ("latent", "clip") for of in ("", "_frames", "_clips")}
-    assert set(found) == kinds
-    for distance in (figures["same_seeds"] for figures in found.values()):
-        assert distance["low"] <= distance["value"] <= distance["high"]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_rank")
 def test_nothing_of_an_earlier_evaluation_lies_beside_a_later_one(wan1: Path, tmp_path: Path) -> None:
     """Figures and tables are of one, even if the later one's picture cannot be written."""
 

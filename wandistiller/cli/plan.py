@@ -7,7 +7,6 @@ from wandistiller.cli.flags import PlanFlags
 from wandistiller.cli.plan_report import (
     Planned,
     Recommended,
-    adapters_of,
     cost,
     duration,
     report,
@@ -76,13 +75,11 @@ def plan_lines(flags: PlanFlags, lines: list[str]) -> None:
     if len(jobs) > 1 and price is not None:
         lines.append(f"they cost about {cost(total, machine, price)}")
     best = {stage.job.stage: stage.fits[0] for stage in planned if stage.fits}
-    adapters = None if len(best) == len(planned) else adapters_of(defaults | written, jobs[0], machine)
-    lines += verdict(planned, adapters)
+    lines += verdict(planned)
     if file := flags.recommend:
-        recommended = adapters if len(best) < len(planned) else Recommended(recipe.runs, best, written)
-        if not recommended:
+        if len(best) < len(planned):
             raise ConfigError(f"Nothing fits that could be recommended. {HELPS}.")
-        lines += recommended.write(file, machine)
+        lines += Recommended(recipe.runs, best, written).write(file, machine)
     elif any(stage.short for stage in planned):
         raise ConfigError("The run does not fit this machine; the last lines of the plan say what does.")
 
