@@ -57,9 +57,6 @@ class PlanFlags(RunFlags):
         None, "of a node, for the swap folder; default what is free here", metavar="GIB"
     )
     nodes: Count | None = _machine(None, "default 1, or a launcher's")
-    rates: dict[str, float] = _machine(
-        {}, 'of each GPU: {"tflops": 100, "tbytes": 0.7, "pcie": 24}; see docs/memory.md'
-    )
     price_per_gpu_hour: Price | None = _machine(None, "print the cost of the run too")
     recommend: Path | None = _machine(
         None, "write the recipe with the simplest JSONs that fit", metavar="FILE"

@@ -22,7 +22,7 @@ from wandistiller.planner.compiling import with_kernels
 from wandistiller.planner.disk import on_its_disk, swap_folder
 from wandistiller.planner.machine import Machine, this_machine
 from wandistiller.planner.resolve_auto import HELPS, choices, chosen, left_open, with_optimizer
-from wandistiller.planner.time import Rates, Times, override_rates, usual_rates
+from wandistiller.planner.time import Rates, Times, usual_rates
 from wandistiller.utils.errors import ConfigError, folder_problems, problem
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB
@@ -62,7 +62,7 @@ def plan_lines(flags: PlanFlags, lines: list[str]) -> None:
     settings = defaults | flags.settings | {"resume": "never"}
     recipe = recipe_of(values, settings, flags.recipe)
     jobs = read_jobs(recipe, machine.ranks, here=here, emulated=emulates_bf16() if here else None)
-    rates, price = override_rates(usual_rates(machine), flags.rates), flags.price_per_gpu_hour
+    rates, price = usual_rates(machine), flags.price_per_gpu_hour
     written, planned, total = values | flags.settings, [], 0.0
     for job in jobs:
         before = planned[-1].job if planned else None
