@@ -9,7 +9,7 @@ from pydantic import Field
 
 from wandistiller.teacher.strategies import strategies
 from wandistiller.utils.registry import names_in
-from wandistiller.utils.validation import Count, Positive, Seed, Steps, write
+from wandistiller.utils.validation import Count, Positive, Scale, Seed, Steps, write
 from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
 
 AUTO = "auto"
@@ -23,7 +23,6 @@ Decay = Annotated[float, Gt(0), Lt(1)]
 Amount = Annotated[int, Gt(0), Le(10**6)]
 TrainingSteps = Annotated[int, Gt(0), Le(10**9)]
 Duration = Annotated[float, Gt(0), Le(10**9)]
-Scale = Annotated[float, Ge(0), Le(1000)]
 Shift = Annotated[float, Gt(0), Le(1000)]
 PATHS = ("teacher_path", "data_path", "output_dir")
 """Settings that every run needs."""

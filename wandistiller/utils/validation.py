@@ -19,6 +19,7 @@ Seed = Annotated[int, Ge(0), Lt(2**63)]
 Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
+Scale = Annotated[float, Ge(0), Le(1000)]
 Steps = Annotated[int, Gt(0), Le(1000)]  # of the noise levels that a Wan was trained at
 Text = Annotated[str, MinLen(1)]
 Section = dict[str, Any]
