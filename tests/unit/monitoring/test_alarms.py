@@ -42,7 +42,7 @@ LOSSES: dict[str, tuple[list[float], list[str]]] = {
     "grows to three times its least": ([1.0] * 20 + [4.0] * 100, ["blow-up"]),
     "is noisy": ([0.3, 0.3, 3.0, 3.0] * 5 + [0.3] * 10 + [3.0, 0.3] * 20, []),
     "has one bad step": ([1.0] * 20 + [15.0] + [1.0] * 20, []),
-    "keeps growing": ([1.0] * 20 + [2.0**i for i in range(REPEAT_AFTER + 20)], ["blow-up"] * 2),
+    "grows twice": ([1.0] * 20 + [4.0] * (REPEAT_AFTER + 10) + [16.0] * 20, ["blow-up"] * 2),
 }
 
 
