@@ -111,7 +111,8 @@ class PlainLoop:
 
     def __init__(self, trainer: Trainer, timer: Timer):
         job, self._timer = trainer.job, timer
-        self._scales, self._null_1LD = job.guidance, trainer.teacher.guidance.null_text_LD[None]
+        guidance = trainer.teacher.guidance
+        self._scales, self._null_1LD = guidance.scales, guidance.null_text_LD[None]
         self._student = WanTransformer3DModel.from_config(job.student_transformer.raw).train()
         self._student.load_state_dict(trainer.student.engine(Expert.HIGH_NOISE).module.state_dict())
         self._student.enable_gradient_checkpointing()

@@ -9,7 +9,7 @@ import active_peaks
 import planned
 import pytest
 import torch
-from gpu import not_rehearsed, on_gpu
+from gpu import not_rehearsed
 from ranks import run, wandistiller, write_json
 from recipes import recipe_file
 
@@ -70,9 +70,3 @@ def test_a_gpu_whose_memory_runs_out_ends_with_code_3_and_what_fits(tmp_path: Pa
     with only(LEFT):
         error = wandistiller("train", "--recipe", file, "--despite_plan", code=3, accelerator="cuda").stderr
     assert "Traceback" not in error and "ds_configs/" in error
-
-
-@not_rehearsed
-def test_a_memory_profile_of_a_step_is_written(tmp_path: Path, wan2: Path) -> None:
-    output = on_gpu(tmp_path, wan2, max_steps=2, profile_memory=2)
-    assert (output / "profile_memory" / "rank_0.pickle").is_file()

@@ -18,8 +18,8 @@ def limit_when(words: str, room: int) -> None:
     """Set the limit once, at an activity that contains `words`; call it before `set_activity` is imported."""
     set_activity, left = logging.set_activity, [room * 2**20]
 
-    def doing(what: str) -> None:
-        set_activity(what)
+    def doing(what: str, **how: bool) -> None:
+        set_activity(what, **how)
         if words in what and left:
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             allowed = pages * resource.getpagesize() + left.pop()

@@ -196,19 +196,6 @@ def test_one_and_two_ranks_find_the_same(wan1: Path, wan2: Path, clip: Path, tmp
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
-def test_clips_have_distances_over_frames_and_over_clips_each_with_its_interval(
-    wan1: Path, clip: Path, tmp_path: Path
-) -> None:
-    flags = ["--teacher_path", wan1, "--num_frames", "5", "--steps", "1", "--quick", "--clip_path", clip]
-    found = evaluate(comparison(wan1, tmp_path, *flags, prompts=PROMPTS[:3]))["frechet"]
-    kinds = {f"{network}{of}" for network in ("latent", "clip") for of in ("", "_frames", "_clips")}
-    assert set(found) == kinds
-    for distance in (figures["same_seeds"] for figures in found.values()):
-        assert distance["low"] <= distance["value"] <= distance["high"]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_rank")
 def test_nothing_of_an_earlier_evaluation_lies_beside_a_later_one(wan1: Path, tmp_path: Path) -> None:
     """Figures and tables are of one, even if the later one's picture cannot be written."""
 
@@ -274,7 +261,6 @@ def test_clip_s_cosine_and_pickscore_are_transformers_own_and_a_long_prompt_is_c
     torch.testing.assert_close(scorer.preference(image_BCHW, PROMPTS), logit_B.detach())
     torch.testing.assert_close(cosine_B, logit_B / model.logit_scale.exp().detach())
     torch.testing.assert_close(image_BD, seen.image_embeds)
-    torch.testing.assert_close(scorer.embed(image_BCHW), image_BD)
     assert cosine_B.max() > 0.01
     long = ["red circle " * 9, "red circle " * 10]  # longer than CLIP reads
     _, cosine_B = scorer.score(image_BCHW[:1].expand(2, -1, -1, -1), long)

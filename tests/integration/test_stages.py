@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ import pytest
 import torch
 from checkpointed import equal
 from ranks import losses, metrics, wandistiller, write_json
-from recipes import recipe, recipe_file, train
-from safetensors.torch import load_file, save_file
+from recipes import recipe, train
 
 from wandistiller.checkpoint import loading
 from wandistiller.checkpoint.facts import Facts
@@ -208,24 +206,3 @@ def test_a_recipe_of_other_stages_or_of_none_does_not_replace_the_student(
     staged_there = given | {"output_dir": str(whole / FOLDERS[0]), "stages": STAGES}
     assert main(["train", "--recipe", str(write_json(tmp_path / "2.json", staged_there)), "--dry_run"]) == 2
     assert "where a recipe without stages ran" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_rank", "quiet_logging")
-def test_a_stage_whose_teacher_has_another_vae_is_refused_and_one_of_the_same_is_not(
-    tmp_path: Path, wan2: Path, copy_of: Callable[..., Path], capsys: pytest.CaptureFixture
-) -> None:
-    other = copy_of(wan2, weights=True)
-    stages = [MATCH, CONSISTENCY | {"teacher_path": str(other)}]
-    words = ["train", "--recipe", str(staged(tmp_path, wan2, "two_teachers", stages=stages)), "--dry_run"]
-    assert main(words) == 0
-    file = other / "vae" / "diffusion_pytorch_model.safetensors"
-    save_file({name: value + 0.1 for name, value in load_file(file).items()}, file, {"format": "pt"})
-    assert main(words) == 2
-    expected = (
-        f"stage consistency: `teacher_path` is {other}, but the student that it starts from was made with"
-    )
-    assert f"{expected} {wan2}, which has another VAE." in capsys.readouterr().err
-    alone = recipe_file(tmp_path, other, "alone", student_config={"init": str(wan2), "experts": "two"})
-    assert main(["train", "--recipe", str(alone), "--dry_run"]) == 2
-    assert "which has another VAE." in capsys.readouterr().err

@@ -12,7 +12,7 @@ from wandistiller.evaluation.candidates import image_problems, read_candidate, r
 from wandistiller.evaluation.clip import ENCODERS, encoder_problems
 from wandistiller.evaluation.evaluator import Evaluation, Evaluator
 from wandistiller.evaluation.report import summary, write
-from wandistiller.evaluation.sampling import STEPS, Sampling, number_problems, size_problems
+from wandistiller.evaluation.sampling import STEPS, Sampling, flag_problems, size_problems
 from wandistiller.monitoring.headline import Evaluated
 from wandistiller.network.folder import Folder
 from wandistiller.planner.sampling import Drawing, choose, read_placed
@@ -77,7 +77,7 @@ def read_evaluation(flags: EvaluateFlags, world: int) -> Evaluation:
         ConfigError: with every problem of a part alone, or else of parts that do not go together; no weights
             were read.
     """
-    problems = number_problems("evaluate", vars(flags))
+    problems = flag_problems("evaluate", flags)
     output = flags.output or Path("evaluation")
     read: dict[str, str | Path] = {}
     sides: list[Folder] = []

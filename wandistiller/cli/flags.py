@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Lt
 
 from wandistiller.utils.registry import names_in
-from wandistiller.utils.validation import Count, Index
+from wandistiller.utils.validation import Count, Index, Scale, Seed, Steps
 
 Gib = Annotated[float, Gt(0), Lt(10**7)]
 Price = Annotated[float, Ge(0), Lt(10**6)]
@@ -57,9 +57,6 @@ class PlanFlags(RunFlags):
         None, "of a node, for the swap folder; default what is free here", metavar="GIB"
     )
     nodes: Count | None = _machine(None, "default 1, or a launcher's")
-    rates: dict[str, float] = _machine(
-        {}, 'of each GPU: {"tflops": 100, "tbytes": 0.7, "pcie": 24}; see docs/memory.md'
-    )
     price_per_gpu_hour: Price | None = _machine(None, "print the cost of the run too")
     recommend: Path | None = _machine(
         None, "write the recipe with the simplest JSONs that fit", metavar="FILE"
@@ -109,12 +106,12 @@ class DrawingFlags:
 
     lora: list[str] | None = _flag(None, LORA, metavar="FILE")
     strength: float = _flag(1.0, "factor of these LoRA files")
-    height: int | None = _flag(None, "pixels; default what it was made for")
-    width: int | None = _flag(None, "pixels; default what it was made for")
-    num_frames: int | None = _flag(None, "4k+1, 1 is an image; default what a student was made for")
-    seed: int = _flag(0, "of the first prompt; the next gets seed + 1")
+    height: Count | None = _flag(None, "pixels; default what it was made for")
+    width: Count | None = _flag(None, "pixels; default what it was made for")
+    num_frames: Count | None = _flag(None, "4k+1, 1 is an image; default what a student was made for")
+    seed: Seed = _flag(0, "of the first prompt; the next gets seed + 1")
     teacher_deepspeed_config: str = _flag("auto", PLACED, metavar="FILE")
-    context_parallel: int = _flag(1, SHARED)
+    context_parallel: Count = _flag(1, SHARED)
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = _flag("auto", AUTO_DTYPE)
 
 
@@ -136,9 +133,9 @@ class SampleFlags(DrawingFlags):
     layout: Literal["numbered", "vbench"] = _flag(
         "numbered", "vbench: five of each prompt as OUTPUT/vbench/PROMPT-0.mp4 and so on, for VBench"
     )
-    steps: int | None = _flag(None, "sampling steps; default those that a student is trained for, else 40")
-    guidance_scale: float = _flag(1.0, "1 for a student that has it folded in")
-    guidance_scale_2: float | None = _flag(None, "of the low-noise expert; default --guidance_scale")
+    steps: Steps | None = _flag(None, "sampling steps; default those that a student is trained for, else 40")
+    guidance_scale: Scale = _flag(1.0, "1 for a student that has it folded in")
+    guidance_scale_2: Scale | None = _flag(None, "of the low-noise expert; default --guidance_scale")
     negative_prompt: str | None = _flag(None, "of guidance above 1; default none")
 
 
@@ -154,20 +151,20 @@ class EvaluateFlags(DrawingFlags):
     )
     teacher_path: str | None = _flag(None, "default: the one it was distilled from")
     prompts: list[str] = _flag(["tiny:held_out"], "texts, or one file of prompts")
-    num_prompts: int = _flag(64, "spread evenly over those given")
-    steps: list[int] | None = _flag(
+    num_prompts: Count = _flag(64, "spread evenly over those given")
+    steps: list[Steps] | None = _flag(
         None,
         "sampling steps of both; of several numbers (1 2 4 40) also a table and a picture by steps; "
         "default what each was made with",
     )
-    guidance_scale: float | None = _flag(None, "of the teacher; default as folded into the student")
-    guidance_scale_2: float | None = _flag(None, "of the teacher; default as folded into the student")
+    guidance_scale: Scale | None = _flag(None, "of the teacher; default as folded into the student")
+    guidance_scale_2: Scale | None = _flag(None, "of the teacher; default as folded into the student")
     negative_prompt: str | None = _flag(None, "the teacher's; default as folded into the student")
     clip_path: Path | None = _flag(None, "a CLIP folder of transformers: scores with it too")
     pickscore_path: Path | None = _flag(None, "the folder of PickScore_v1: scores with it too")
     dino_path: Path | None = _flag(None, "a DINOv2 folder of transformers: variety and a distance by it")
     quick: bool = _flag(False, "draw each prompt once: no floor, no variety")
-    batch: int = _flag(8, "prompts drawn at once, or fewer where memory is short")
+    batch: Count = _flag(8, "prompts drawn at once, or fewer where memory is short")
     output: Path | None = _flag(None, "folder; default: next to the student")
 
 

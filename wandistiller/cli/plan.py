@@ -7,7 +7,6 @@ from wandistiller.cli.flags import PlanFlags
 from wandistiller.cli.plan_report import (
     Planned,
     Recommended,
-    adapters_of,
     cost,
     duration,
     report,
@@ -23,7 +22,7 @@ from wandistiller.planner.compiling import with_kernels
 from wandistiller.planner.disk import on_its_disk, swap_folder
 from wandistiller.planner.machine import Machine, this_machine
 from wandistiller.planner.resolve_auto import HELPS, choices, chosen, left_open, with_optimizer
-from wandistiller.planner.time import Rates, Times, override_rates, usual_rates
+from wandistiller.planner.time import Rates, Times, usual_rates
 from wandistiller.utils.errors import ConfigError, folder_problems, problem
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB
@@ -63,7 +62,7 @@ def plan_lines(flags: PlanFlags, lines: list[str]) -> None:
     settings = defaults | flags.settings | {"resume": "never"}
     recipe = recipe_of(values, settings, flags.recipe)
     jobs = read_jobs(recipe, machine.ranks, here=here, emulated=emulates_bf16() if here else None)
-    rates, price = override_rates(usual_rates(machine), flags.rates), flags.price_per_gpu_hour
+    rates, price = usual_rates(machine), flags.price_per_gpu_hour
     written, planned, total = values | flags.settings, [], 0.0
     for job in jobs:
         before = planned[-1].job if planned else None
@@ -76,13 +75,11 @@ def plan_lines(flags: PlanFlags, lines: list[str]) -> None:
     if len(jobs) > 1 and price is not None:
         lines.append(f"they cost about {cost(total, machine, price)}")
     best = {stage.job.stage: stage.fits[0] for stage in planned if stage.fits}
-    adapters = None if len(best) == len(planned) else adapters_of(defaults | written, jobs[0], machine)
-    lines += verdict(planned, adapters)
+    lines += verdict(planned)
     if file := flags.recommend:
-        recommended = adapters if len(best) < len(planned) else Recommended(recipe.runs, best, written)
-        if not recommended:
+        if len(best) < len(planned):
             raise ConfigError(f"Nothing fits that could be recommended. {HELPS}.")
-        lines += recommended.write(file, machine)
+        lines += Recommended(recipe.runs, best, written).write(file, machine)
     elif any(stage.short for stage in planned):
         raise ConfigError("The run does not fit this machine; the last lines of the plan say what does.")
 

@@ -5,28 +5,25 @@ That says whether every stage fits, the flags with which it does, and the recipe
 
 import shlex
 from collections.abc import Iterable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from wandistiller.config.job import Job
-from wandistiller.config.recipe import in_stages, recipe_of
-from wandistiller.config.run_config import JSON_FILES, ONLY_FLAGS, RunConfig
-from wandistiller.config.stages import read_jobs
+from wandistiller.config.recipe import in_stages
+from wandistiller.config.run_config import ONLY_FLAGS, RunConfig
 from wandistiller.config.summary import precision_lines, summary
 from wandistiller.distributed import collectives
-from wandistiller.engine.ds_config import shipped_json
-from wandistiller.engine.ds_overrides import OVERRIDES, TOTAL
-from wandistiller.planner.disk import DiskUse, disk_demands, on_its_disk, written
+from wandistiller.engine.ds_overrides import OVERRIDES
+from wandistiller.planner.disk import DiskUse, disk_demands, written
 from wandistiller.planner.machine import Demand, Machine, PhasePeak, demands, moments, most
 from wandistiller.planner.passes import base_sweeps
 from wandistiller.planner.peak_memory import activations, plan
 from wandistiller.planner.resolve_auto import HELPS, Choice, choices
 from wandistiller.planner.teacher_memory import teacher_bytes
 from wandistiller.planner.time import PEAKS, SHARE, Times, passes
-from wandistiller.utils.errors import ConfigError
-from wandistiller.utils.files import read_json, write_json
+from wandistiller.utils.files import write_json
 from wandistiller.utils.system_memory import GIB
 
 KINDS = {
@@ -43,8 +40,6 @@ LORAS = {
     (True, True): "1x24_wan2.2_i2v_a14b_lora",
 }
 """Whether the teacher has two experts, whether it is given frames -> a recipe in ds_configs/machines/."""
-SAMPLES = 4
-"""Samples of a step of those recipes, at least."""
 AUTO = "--deepspeed_config auto"
 
 
@@ -221,7 +216,7 @@ class Recommended(NamedTuple):
         return [f"wrote {file}", f"next: {next_command(file, machine)}"]
 
 
-def verdict(planned: list[Planned], adapters: Recommended | None) -> list[str]:
+def verdict(planned: list[Planned]) -> list[str]:
     """Say whether every stage fits, and if not, what does."""
     names = [stage.job.stage for stage in planned if stage.short]
     if not names and not all(stage.job.teacher.memory_known for stage in planned):
@@ -235,15 +230,12 @@ def verdict(planned: list[Planned], adapters: Recommended | None) -> list[str]:
     lines = [f"verdict: it does NOT fit{': stage ' * bool(names[0])}{', '.join(names)}"]
     if fitting := _fitting_flags(planned):
         return [*lines, "it fits with", f"  {fitting}"]
-    if adapters:
-        named = "; ".join(f"{stage} {choice}".strip() for stage, choice in adapters.best.items())
-        return [
-            *lines,
-            "no shipped JSONs hold this student here, but a LoRA of the whole teacher, for 4 steps, fits:",
-            f"  {named}",
-            "--recommend FILE writes its recipe",
-        ]
-    return [*lines, f"no shipped JSONs hold it here. {HELPS}"]
+    lines.append(f"no shipped JSONs hold it here. {HELPS}")
+    job = planned[0].job
+    if job.run.lora is None:
+        recipe = LORAS[len(job.folder.configs) == 2, job.folder.config.takes_image]
+        lines.append(f"a LoRA needs least: wandistiller plan --recipe ds_configs/machines/{recipe}.json")
+    return lines
 
 
 def _fitting_flags(planned: list[Planned]) -> str | None:
@@ -254,34 +246,6 @@ def _fitting_flags(planned: list[Planned]) -> str | None:
     first, *others = ([choice.teacher for choice in stage.fits] for stage in planned)
     common = next((name for name in first if all(name in names for names in others)), None)
     return f"{AUTO} --teacher_deepspeed_config {common}" if common else None
-
-
-def adapters_of(values: dict[str, Any], job: Job, machine: Machine) -> Recommended | None:
-    """Return the recipe of a LoRA of the run's teacher for 4 steps, of two experts in two stages, if it fits.
-
-    Teacher, data and size are those of `values`, all else that of a shipped recipe. None too where that does
-    not suit the teacher.
-    """
-    two = len(job.folder.configs) == 2
-    if job.run.lora is not None and (not two or job.stage):
-        return None
-    shipped = read_json(f"ds_configs/machines/{LORAS[two, job.folder.config.takes_image]}.json")
-    samples = machine.ranks * -(-SAMPLES // machine.ranks)
-    shipped["deepspeed_config"] = shipped_json(shipped["deepspeed_config"]).replaced(**{TOTAL: samples}).raw
-    keys = {f.name for f in fields(RunConfig) if f.metadata["group"] in ("paths", "size")} - JSON_FILES.keys()
-    others = {k: v for k, v in shipped.items() if k not in keys | {"batch_size"}}
-    values = others | {k: v for k, v in values.items() if k in keys}
-    try:
-        recipe = recipe_of(values, {"resume": "never"})
-        stages = read_jobs(recipe, machine.ranks, here=False)
-    except ConfigError:
-        return None
-    best: dict[str, Choice] = {}
-    for stage in stages:
-        if not (choice := next(choices(stage, on_its_disk(machine, stage, None)), None)):
-            return None
-        best[stage.stage] = choice
-    return Recommended(recipe.runs, best, values)
 
 
 def next_command(file: str | Path, machine: Machine) -> str:

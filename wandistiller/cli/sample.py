@@ -37,7 +37,7 @@ def run(flags: SampleFlags) -> None:
 
 def read_sampling(flags: SampleFlags) -> tuple[Candidate, list[PromptItem], sampling.Sampling, Placement]:
     """Check the flags; return the pipeline, what to sample, how and where; ConfigError has every problem."""
-    problems, items = sampling.number_problems("sample", vars(flags)), []
+    problems, items = sampling.flag_problems("sample", flags), []
     problems += folder_problems("output", flags.output)
     with collecting(problems):
         items = read_items(flags.prompts, flags.image or [], flags.last_image or [])

@@ -9,7 +9,7 @@ from wandistiller.config.identity import require_same
 from wandistiller.config.job import Job
 from wandistiller.config.recipe import read_recipe
 from wandistiller.config.run_config import RunConfig
-from wandistiller.config.stages import latents_problems, read_jobs, whole_output
+from wandistiller.config.stages import read_jobs, whole_output
 from wandistiller.config.summary import precision_lines, summary
 from wandistiller.distributed import collectives
 from wandistiller.distributed.device import emulates_bf16, make_deterministic
@@ -84,8 +84,8 @@ def _require_weights(stages: list[Job]) -> None:
 
 
 def _problems(stages: list[Job], command: str) -> list[Problem]:
-    """List latents of other teachers and, on rank 0, ends of runs that cannot be written."""
-    problems = latents_problems(stages)
+    """List, on rank 0, the ends of runs that cannot be written."""
+    problems: list[Problem] = []
     if command == "train" and collectives.rank() == 0:
         with collecting(problems):
             check_ends(stages, whole_output(stages))

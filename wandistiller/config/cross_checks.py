@@ -30,15 +30,11 @@ from wandistiller.teacher.placements.base import Placement
 from wandistiller.utils.errors import RECIPE, Problem, folder_problems, inside_problems, problem
 
 
-def own_problems(run: RunConfig, *, here: bool) -> list[str]:
+def own_problems(run: RunConfig) -> list[str]:
     """List problems of single settings that need no other part of the run."""
-    problems = []
-    if run.profile_memory and here and not device.can_record_allocations():
-        remedy = "Leave it out; OUTPUT/memory.json has the peaks of CPU memory by phase."
-        problems.append(f"`profile_memory` records the memory of a GPU, and there is none here. {remedy}")
     remedy = f"Write keys among: {', '.join(CHANGEABLE)}."
     unknown = [key for key in run.allow_changed or () if key not in CHANGEABLE]
-    problems += [problem("command line", "allow_changed", key, remedy) for key in unknown]
+    problems = [problem("command line", "allow_changed", key, remedy) for key in unknown]
     problems += prompt_problems(RECIPE, "sample_prompts", run.sample_prompts or [])
     problems += prompt_problems(RECIPE, "negative_prompt", [run.negative_prompt], none=True)
     return problems + background_problems(run.background) + lora_value_problems(run.lora)

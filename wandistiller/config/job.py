@@ -18,7 +18,6 @@ from wandistiller.data.latent_cache import Rollouts
 from wandistiller.data.media import MediaReader, Size
 from wandistiller.engine.batch_size import BatchSize
 from wandistiller.engine.engine_config import EngineConfig
-from wandistiller.experts import Expert
 from wandistiller.flow import FlowSchedule
 from wandistiller.network.config import NetworkConfig
 from wandistiller.network.folder import Folder
@@ -117,10 +116,6 @@ class Job:
     def epoch(self) -> int:
         """Samples of one pass over the data."""
         return self.items.samples(self.run.rollouts_per_prompt)
-
-    @property
-    def guidance(self) -> dict[Expert, float]:
-        return {Expert.HIGH_NOISE: self.run.guidance_scale, Expert.LOW_NOISE: self.run.guidance_scale_2}
 
     @cached_property
     def schedule(self) -> FlowSchedule:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from wandistiller.teacher.strategies import strategies
 from wandistiller.utils.registry import names_in
-from wandistiller.utils.validation import Count, Positive, Seed, write
+from wandistiller.utils.validation import Count, Positive, Scale, Seed, Steps, write
 from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
 
 AUTO = "auto"
@@ -21,10 +21,8 @@ DEFAULT_ENGINE = "ds_configs/student/zero2_offload.json"
 DEFAULT_TEACHER = "ds_configs/teacher/zero_inference_cpu.json"
 Decay = Annotated[float, Gt(0), Lt(1)]
 Amount = Annotated[int, Gt(0), Le(10**6)]
-SamplingSteps = Annotated[int, Gt(0), Le(1000)]  # of the noise levels that a Wan was trained at
 TrainingSteps = Annotated[int, Gt(0), Le(10**9)]
 Duration = Annotated[float, Gt(0), Le(10**9)]
-Scale = Annotated[float, Ge(0), Le(1000)]
 Shift = Annotated[float, Gt(0), Le(1000)]
 PATHS = ("teacher_path", "data_path", "output_dir")
 """Settings that every run needs."""
@@ -144,7 +142,7 @@ class RunConfig:
     )
     background: str = size("white", "colour below transparent parts of media and of bars: a name, or #rrggbb")
     strict: bool = size(False, "stop at media that cannot be read; else they are in OUTPUT/skipped.json")
-    rollout_steps: SamplingSteps = size(20, "sampling steps of teacher-made latents")
+    rollout_steps: Steps = size(20, "sampling steps of teacher-made latents")
     rollouts_per_prompt: Amount = size(1, "teacher-made latents for each prompt without media")
     prepare_batch: Amount | None = size(
         None, "samples of one teacher call, and per file of the cache; default 4 images, or 1 video"
@@ -156,7 +154,7 @@ class RunConfig:
     sample_minutes: Duration = output(20.0, "minutes between pictures, if these steps take longer")
     sample_interval: Count | None = output(None, "epochs between pictures, instead of --sample_every")
     sample_dir: Name | None = output(None, "folder of those pictures; default OUTPUT/samples")
-    sample_steps: SamplingSteps = output(40, "sampling steps of those pictures")
+    sample_steps: Steps = output(40, "sampling steps of those pictures")
     sample_prompts: list[str] | None = output(None, "prompts of the pictures; default 8 of the data's")
     log_level: Literal["debug", "info", "warning"] = output("info", "the least of what is printed")
     resume: str = output("auto", "auto, never, or a checkpoint folder")
@@ -167,7 +165,6 @@ class RunConfig:
     allow_changed: list[str] | None = this_start(
         None, "keys in which the checkpoint may be of another run: optimizer ..."
     )
-    profile_memory: Count | None = this_start(None, "record GPU memory in steps N to N+2", metavar="N")
     despite_plan: bool = this_start(False, "start although the plan needs a fifth more memory than is free")
     dry_run: bool = this_start(False, "check everything, print the plan, load no weights, exit")
 

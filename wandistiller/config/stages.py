@@ -1,6 +1,6 @@
 """Stages of a recipe, checked: runs that follow each other, each from the student of the one before.
 
-Each goes on from what those before it have left: their few steps, base and latents.
+Each goes on from what those before it have left: their few steps and base.
 """
 
 import dataclasses
@@ -24,12 +24,10 @@ from wandistiller.config.validate import read_job
 from wandistiller.engine.ds_json import DeepSpeedJson
 from wandistiller.experts import Expert
 from wandistiller.flow import EULER, FewSteps
-from wandistiller.network.folder import Folder
 from wandistiller.objectives.objective import read_objective
 from wandistiller.teacher.strategies import strategies
 from wandistiller.utils.errors import RECIPE, ConfigError, Problem
-from wandistiller.utils.files import TINY, ends_of_files, read_json, write_json
-from wandistiller.wan.pipeline import open_wan
+from wandistiller.utils.files import read_json, write_json
 
 
 def read_jobs(recipe: Recipe, world: int, *, here: bool = True, emulated: bool | None = None) -> list[Job]:
@@ -263,37 +261,3 @@ def _ignored_start_problem(job: Job, before: list[Job]) -> Problem | None:
     text = f"`lora.start` is {named}, but the adapters of this stage begin with those of stage "
     text += f'{before[-1].stage}. Write it in the first stage, of two experts {{"high_noise": FILE, '
     return Problem(f'{text}"low_noise": FILE}}.', RECIPE, "lora.start")
-
-
-def latents_problems(stages: list[Job]) -> list[str]:
-    """List the runs whose teacher has another VAE or hand-over than their student's."""
-    problems = []
-    for job in stages:
-        if not (before := _pipeline_before(job)):
-            continue
-        vaes = [
-            [ends for name, *ends in ends_of_files([folder.path / "vae"]) if name.endswith(".safetensors")]
-            for folder in (before, job.folder)
-        ]
-        other = ["VAE"] * (all(vaes) and vaes[0] != vaes[1])  # both are here
-        if job.student.experts == "two" and before.boundary not in (None, job.folder.boundary):
-            other.append(f"boundary_ratio ({before.boundary}, here {job.folder.boundary})")
-        if other:
-            text = f"`teacher_path` is {job.folder.name}, but the student that it starts from was made with "
-            text += f"{before.name}, which has another {', '.join(other)}. A student cannot change these: "
-            text += f"give a teacher that has them too, such as {before.name}."
-            problems.append(Problem(text, stage=job.stage))
-    return problems
-
-
-def _pipeline_before(job: Job) -> Folder | None:
-    """Return the pipeline whose latents the student was trained with, if it is on this machine."""
-    if job.previous:
-        return job.previous.folder
-    name = job.start.facts.teacher_path if job.start else job.student.init
-    if name not in TINY and not ((Path(name) / "model_index.json").is_file() or Path(name).suffix == ".json"):
-        return None
-    try:
-        return open_wan(name)
-    except ConfigError:
-        return None

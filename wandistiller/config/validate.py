@@ -73,7 +73,7 @@ def read_job(
         batch = _engine(json, replicas, steps=1, here=here).batch
     with collecting(problems):
         teacher = _teacher(_opened(run, TEACHER, origins), run, world, here=here)
-    if problems := problems + own_problems(run, here=here):
+    if problems := problems + own_problems(run):
         raise ConfigError(*problems)
     transformer = transformer.with_second_time(objective.few_step_sampler == FLOW_MAP)
     whole = _complete(run, folder, items, samples=batch.total * len(objective.updates))

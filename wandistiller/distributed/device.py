@@ -6,7 +6,6 @@ functions for all kinds (torch.accelerator, torch.get_device_module); AMD's ROCm
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -154,22 +153,6 @@ def unlock_pages(address: int) -> None:
     """Unlock what `lock_pages` locked, after all copies out of it; CUDA's call does not wait for them."""
     synchronize()
     torch.cuda.cudart().cudaHostUnregister(address)
-
-
-def can_record_allocations() -> bool:
-    return kind() == "cuda"
-
-
-def record_allocations(most: int | None) -> None:
-    """Begin to keep the last `most` allocations with their Python stacks; None ends it. CUDA and ROCm."""
-    if most is None:
-        torch.cuda.memory._record_memory_history(enabled=None)
-    else:
-        torch.cuda.memory._record_memory_history(stacks="python", max_entries=most)
-
-
-def write_allocations(file: Path) -> None:
-    torch.cuda.memory._dump_snapshot(str(file))
 
 
 def take_gpu() -> None:

@@ -19,25 +19,18 @@ LAUNCHERS = {  # their names for these four; the outer launcher last: mpirun use
 MARKS = {"torchrun": "TORCHELASTIC_RUN_ID", "deepspeed": "CROSS_RANK"}  # both set RANK themselves
 LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MPI_LOCALNRANKS", *(n[3] for n in LAUNCHERS.values()))
 PORTS = range(20000, 30000)  # below those that Linux hands out: ip-sysctl.rst, ip_local_port_range
-NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "CROSS_RANK", "CROSS_SIZE")
-"""Variables that are whole numbers from 0 on."""
 
 
 def environment_problems(env: Mapping[str, str]) -> list[str]:
-    """List what is wrong with the variables that launchers set, with the addresses in them, and the port."""
-    remedy = "Launchers set it; if a script does, write one there, or unset it."
-    problems = [
-        f"environment: {name} is {env[name]!r}, which is no whole number. {remedy}"
-        for name in NUMBERS
-        if name in env and not re.fullmatch(r"\d{1,9}", env[name], re.ASCII)
-    ]
-    lost = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
-    if "RANK" in env and lost:
-        problems.append(
+    """List the variables of launchers that are missing, and problems of the address and the port in them."""
+    if "RANK" not in env:
+        return []
+    if lost := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]:
+        return [
             f"environment: RANK is set, but {' and '.join(lost)} is not. Start with deepspeed, torchrun, "
             "srun or mpirun, or unset RANK for one process."
-        )
-    return problems or (_address_problems(env) if "RANK" in env and int(env["WORLD_SIZE"]) > 1 else [])
+        ]
+    return _address_problems(env) if int(env["WORLD_SIZE"]) > 1 else []
 
 
 def _address_problems(env: Mapping[str, str]) -> list[str]:

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from wandistiller.utils import interrupts
-from wandistiller.utils.logging import IN_EVERY_STEP, current, log, log_to_file
+from wandistiller.utils.logging import current, log, log_to_file
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Slurm's `--signal=USR1@120` sends SIGUSR1 before a pre-emption or the end of the time limit."""
@@ -116,7 +116,7 @@ class ShutdownListener:
             self.reason = reason
             # the part of the work that is not interrupted, with the time that it still takes, if known
             what = f"what runs now ({current.activity})"
-            if current.step and current.activity.startswith(IN_EVERY_STEP):
+            if current.step and current.is_of_step:
                 what = f"step {current.step} and its checkpoint"
             left = current.due - time.monotonic()
             what += f", about {left:.0f} s" if left > 0 else ""

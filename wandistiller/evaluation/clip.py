@@ -57,13 +57,6 @@ class Clip:
         """
         return self._model.logit_scale.exp().cpu() * self.score(image_BCHW, prompts)[1]
 
-    @torch.no_grad()
-    def embed(self, images: Sequence[Tensor]) -> Tensor:
-        """Embed images image_CHW in [0, 1]: unit vectors image_BD, on the CPU."""
-        inputs = self._processor(images=[to_pil(i) for i in images], return_tensors="pt")
-        output = self._model.get_image_features(**inputs.to(self._model.device))
-        return normalize(output.pooler_output, dim=1).cpu()
-
 
 class Dino:
     """DINOv2's encoder, float32."""

@@ -131,7 +131,7 @@ class ScoredSample:
     scores: dict[str, Tensor]
     """Metric -> number; of first draws."""
     features: dict[str, Tensor]
-    """Name -> feature_D, or feature_FD of frames."""
+    """Name -> feature_D."""
     pixels_CFHW: Tensor | None
     """In [0, 1], for prompts in the picture."""
 

@@ -1,7 +1,6 @@
 """Evaluation metrics and their 95 % confidence intervals. A new metric is an entry of METRICS or FEATURES.
 
-N is the number of prompts, which are the independent units of every interval; D of features, F of vectors
-that a sample gives: its frames, or 1.
+N is the number of prompts, which are the independent units of every interval; D of features.
 """
 
 import math
@@ -17,7 +16,6 @@ from wandistiller.monitoring.headline import Estimated
 from wandistiller.monitoring.health_checks import after_given, colour_stats
 from wandistiller.tiny import shapes, video_scores
 from wandistiller.tiny.blotches import have_blotches, off_colour
-from wandistiller.utils.images import MOST_FRAMES, evenly
 from wandistiller.utils.keyed_random import keyed_generator
 
 MOTION = "motion"
@@ -125,13 +123,6 @@ class DrawnBatch:
         """DINO's embeddings of the middle frames."""
         return self._encoders["dino"].embed(self.frame_BCHW)
 
-    @cached_property
-    def clip_frames_BFD(self) -> Tensor:
-        """CLIP's image embeddings of MOST_FRAMES frames at most, spread evenly."""
-        numbers = evenly(self.pixels_BCFHW.shape[2], MOST_FRAMES)
-        embed = self._encoders["clip"].embed
-        return torch.stack([embed(clip[:, numbers].unbind(1)) for clip in self.pixels_BCFHW])
-
 
 def _mean(value_N: Tensor, seed: int) -> Estimated:
     value_N = value_N[~value_N.isnan()]
@@ -174,27 +165,8 @@ class Features:
 
     name: str
     compute: Callable[[DrawnBatch], Tensor]
-    """feature_BD of a batch, or feature_BFD where each frame is a sample of the Gaussian."""
+    """feature_BD of a batch."""
     needs: str = ""
-
-
-def _frame_moments(drawn: DrawnBatch) -> Tensor:
-    """Return mean and standard deviation of each channel over the pixels of a latent frame."""
-    x0_BFCP = drawn.x0_BCFHW.transpose(1, 2).flatten(3)
-    return torch.cat([x0_BFCP.mean(3), x0_BFCP.std(3)], dim=2)
-
-
-def _channel_motion(drawn: DrawnBatch) -> Tensor:
-    """Mean of each channel and its mean absolute change between latent frames, place by place.
-
-    The change is taken before places are averaged: a thing that moves changes no frame's mean.
-    """
-    x0_BCFHW = drawn.x0_BCFHW
-    return torch.cat([x0_BCFHW.mean((2, 3, 4)), x0_BCFHW.diff(dim=2).abs().mean((2, 3, 4))], dim=1)
-
-
-def _over_time(x_BFD: Tensor) -> Tensor:
-    return torch.cat([x_BFD.mean(1), x_BFD.diff(dim=1).abs().mean(1)], dim=1)
 
 
 def _change(x_BCFHW: Tensor) -> Tensor:
@@ -323,14 +295,8 @@ FEATURES = [
             [f(drawn.x0_BCFHW, (2, 3, 4)) for f in (torch.mean, torch.std)], dim=1
         ),
     ),
-    Features(name="latent_frames", needs="frames", compute=_frame_moments),
-    Features(name="latent_clips", needs="frames", compute=_channel_motion),
     Features(name="clip", needs="clip", compute=lambda drawn: drawn.clip[0]),
     Features(name="dino", needs="dino", compute=lambda drawn: drawn.dino_BD),
-    Features(name="clip_frames", needs="frames, clip", compute=lambda drawn: drawn.clip_frames_BFD),
-    Features(
-        name="clip_clips", needs="frames, clip", compute=lambda drawn: _over_time(drawn.clip_frames_BFD)
-    ),
 ]
 
 
@@ -338,22 +304,22 @@ MOST_GROUPS = 50
 """Distances computed for an interval, at most: of many prompts, several are left out together."""
 
 
-def frechet_estimate(a_NFD: Tensor, b_NFD: Tensor) -> Estimate:
+def frechet_estimate(a_ND: Tensor, b_ND: Tensor) -> Estimate:
     """Fréchet distance of samples of the same prompts, and what chance among the prompts does to it.
 
     The interval is the value and 1.96 standard errors of the delete-one-group jackknife to both sides, cut at
-    0; none below three prompts. A prompt is left out with all its frames, on both sides. The bootstrap would
-    not do: a prompt drawn twice makes a set vary less, so its distances lie above the value, not around it.
-    That any distance of few samples is too large is not in the interval.
+    0; none below three prompts. A prompt is left out on both sides. The bootstrap would not do: a prompt
+    drawn twice makes a set vary less, so its distances lie above the value, not around it. That any distance
+    of few samples is too large is not in the interval.
     Source: Efron and Tibshirani 1993, ch. 11; groups: Künsch 1989, Annals of Statistics 17:1217.
     """
-    value, n = frechet(a_NFD.flatten(0, 1), b_NFD.flatten(0, 1)), len(a_NFD)
+    value, n = frechet(a_ND, b_ND), len(a_ND)
     if n < 3 or not math.isfinite(value):
         return Estimate(value)
     groups = min(n, MOST_GROUPS)
     group_N = torch.arange(n) % groups
-    without = [[x_NFD[group_N != g].flatten(0, 1) for x_NFD in (a_NFD, b_NFD)] for g in range(groups)]
-    distance_G = torch.tensor([frechet(*pair) for pair in without], dtype=torch.float64)
+    distances = [frechet(a_ND[group_N != g], b_ND[group_N != g]) for g in range(groups)]
+    distance_G = torch.tensor(distances, dtype=torch.float64)
     error = ((groups - 1) * distance_G.var(correction=0)).sqrt().item()
     return Estimate(value, max(0.0, value - Z * error), value + Z * error)
 

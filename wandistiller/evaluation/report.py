@@ -22,13 +22,11 @@ from wandistiller.evaluation.metrics import (
 from wandistiller.flow import band_name
 from wandistiller.monitoring.charts import render
 from wandistiller.monitoring.headline import Estimated, Evaluated, Figures, VelocityError
-from wandistiller.monitoring.health_checks import LEAST_SPREAD, MOST_SPREAD, nearer_to_1
+from wandistiller.monitoring.health_checks import LEAST_SPREAD, MOST_SPREAD, SLOW, nearer_to_1
 from wandistiller.teacher.teacher_json import quantized_facts
 from wandistiller.utils.files import atomic, write_json
 from wandistiller.utils.images import can_write_mp4, save_clips, save_frames, save_grid
 
-SLOW = 0.8
-"""Share of the teacher's motion below which a warning is written."""
 Shares = list[tuple[CandidateResult, CandidateResult, dict[int, Tensor]]]
 TIMES = {"seconds_per_sample": "seconds per sample", "denoising_seconds": "seconds of it denoising"}
 COSTS = {"parameters": "parameters"} | TIMES
@@ -162,7 +160,7 @@ def _frechet(
     for kind, feature in teacher[0].features.items() if len(teacher) > 1 else ():
         result[kind] = {"features": feature.shape[-1]}
         for name, pair in pairs.items():
-            features = (torch.stack([torch.atleast_2d(s.features[kind]) for s in drawn]) for drawn in pair)
+            features = (torch.stack([s.features[kind] for s in drawn]) for drawn in pair)
             result[kind][name] = frechet_estimate(*features).as_dict()
     return result
 

@@ -1,27 +1,17 @@
 """Settings of sampling a finished pipeline, with their problems, and what follows from them."""
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from wandistiller.checkpoint.facts import Facts
 from wandistiller.data.lines import prompt_problems
-from wandistiller.distributed.sequence_parallel import SHARED
 from wandistiller.experts import Expert
-from wandistiller.flow import EULER, TRAIN_TIMESTEPS, FewSteps
+from wandistiller.flow import EULER, FewSteps
 from wandistiller.network.folder import Folder
 from wandistiller.network.sampling import few_steps
 from wandistiller.utils.errors import impossible_values, problem
 from wandistiller.utils.images import can_write_mp4
-
-RANGES = [
-    *((key, 1, 10**9) for key in ("height", "width", "num_frames", "num_prompts", "batch", SHARED)),
-    ("steps", 1, int(TRAIN_TIMESTEPS)),
-    ("seed", 0, 2**63 - 1),
-    ("guidance_scale", 0, 1000),
-    ("guidance_scale_2", 0, 1000),
-]
-"""Setting, least value, largest value."""
+from wandistiller.utils.validation import types_of, value_problems
 
 STEPS = 40
 """Sampling steps where nothing says otherwise."""
@@ -42,24 +32,17 @@ class Sampling:
     """Of a teacher's noise levels, as its student's run had; None: the pipeline's own."""
 
 
-def number_problems(where: str, settings: Mapping[str, object]) -> list[str]:
-    """Problems with the numbers and the negative prompt in a pipeline's settings; None is skipped."""
-    problems = impossible_values(where, settings)
-    for key, least, most in RANGES:
-        values = settings.get(key)
-        for value in dict.fromkeys(values if isinstance(values, list) else [values]):
-            if value is not None and not math.isnan(value) and not least <= value <= most:
-                allowed = f"a positive number, at most {most}" if least else f"a number from 0 to {most}"
-                problems.append(problem(where, key, value, f"Write {allowed}."))
-    if (negative := settings.get("negative_prompt")) is not None:
-        problems += prompt_problems(where, "negative_prompt", [negative], none=True)
-    return problems
+def flag_problems(where: str, flags: Any) -> list[str]:
+    """List the flags of a command that are wrong by themselves, and a negative prompt without text."""
+    settings = {key: value for key, value in vars(flags).items() if value is not None}
+    problems = impossible_values(where, settings) or value_problems(where, settings, types_of(type(flags)))
+    negative = [settings["negative_prompt"]] if "negative_prompt" in settings else []
+    return problems + prompt_problems(where, "negative_prompt", negative, none=True)
 
 
 def size_problems(folder: Folder, height: int, width: int, num_frames: int) -> list[str]:
-    """Problems with sizes for a pipeline; none of sizes that are `number_problems` for all."""
-    sizes = {"height": height, "width": width, "num_frames": num_frames}
-    return [] if number_problems("", sizes) else folder.size_problems(**sizes)
+    """Problems with sizes for a pipeline; none of sizes that `flag_problems` has."""
+    return folder.size_problems(height, width, num_frames) if min(height, width, num_frames) > 0 else []
 
 
 def sampling_problems(folder: Folder, sampling: Sampling) -> list[str]:

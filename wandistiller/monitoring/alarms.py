@@ -1,4 +1,4 @@
-"""Alarms: a loss that diverges or stagnates, unusual gradients, pictures unlike the teacher's, slow data."""
+"""Alarms: a loss that diverges, unusual gradients, pictures unlike the teacher's, slow data."""
 
 import logging
 import math
@@ -17,13 +17,11 @@ from wandistiller.objectives.base import Limit
 SHORT_WINDOW = 10
 """Steps of a mean that smooths single steps."""
 LONG_WINDOW = 200
-"""Steps that are compared with as many steps before them."""
+"""Steps that the last ones are compared with; twice as many losses."""
 BLOWN_UP = 3.0
 """Times the least mean of SHORT_WINDOW steps so far, by more than two standard errors of the mean."""
 UNUSUAL = 1.5
 """Times the mean of recent steps: a noisy loss, as of consistency, has low and high means by chance."""
-STILL = 0.01
-"""Relative decrease of the loss over LONG_WINDOW steps below which it stands still."""
 LARGE, SMALL = 20.0, 1e-3
 """Times the usual gradient norm."""
 STARVED = 0.2
@@ -96,7 +94,6 @@ class Alarms:
         step: int,
         loss: float,
         grad_norm: float | None,
-        lr: float,
         seconds: list[Seconds],
         watched: dict[str, float] | None = None,
         expert: str = "",
@@ -105,14 +102,14 @@ class Alarms:
 
         Args:
             seconds: of each rank.
-            watched: numbers of an objective whose loss stands still by its nature.
+            watched: numbers of an objective that has some.
             expert: whose step it is; it is compared with the steps of the same.
         """
         self._slowest.append(Seconds(*map(max, zip(*seconds, strict=True))))
         curve = self._curves[expert]
         if math.isfinite(loss):
             curve.add_loss(step, loss)
-            self._loss(step, curve, expert, lr, may_stand=bool(watched))
+            self._loss(step, curve, expert)
         if grad_norm is not None:
             self._gradient(step, curve.norms, expert, grad_norm)
             curve.norms.append(grad_norm)
@@ -125,7 +122,7 @@ class Alarms:
         for kind, text in self._checks.samples(teacher, student):
             self._alarm(kind, step, text)
 
-    def _loss(self, step: int, curve: _Curve, expert: str, lr: float, *, may_stand: bool) -> None:
+    def _loss(self, step: int, curve: _Curve, expert: str) -> None:
         losses, (least, at), whose = list(curve.losses), curve.least, self._of(expert)
         if len(losses) < SHORT_WINDOW:
             return
@@ -135,13 +132,6 @@ class Alarms:
             remedy = "Try a lower learning rate or gradient_clipping, from an earlier checkpoint."
             text = f"The loss{whose} has grown to {now:.4g}, {now / least:.1f} times the {least:.4g}"
             self._alarm("blow-up", step, f"{text} of step {at}. {remedy}", expert)
-        if len(losses) == 2 * LONG_WINDOW and not may_stand:
-            first, last = losses[:LONG_WINDOW], losses[LONG_WINDOW:]
-            noise = math.hypot(stdev(first), stdev(last)) / math.sqrt(LONG_WINDOW)
-            if -noise < mean(first) - mean(last) < max(STILL * mean(first), noise):
-                text = f"The loss{whose} stands still: {mean(last):.4g} in its last {LONG_WINDOW} steps"
-                before = f"{mean(first):.4g} in the {LONG_WINDOW} before"
-                self._alarm("plateau", step, f"{text}, {before}, at a learning rate of {lr:.2g}.", expert)
 
     def _gradient(self, step: int, norms: deque[float], expert: str, norm: float) -> None:
         if len(norms) < LONG_WINDOW // 4:

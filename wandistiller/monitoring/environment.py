@@ -5,7 +5,7 @@ import platform
 from collections import Counter
 from importlib import metadata
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 
@@ -16,24 +16,13 @@ from wandistiller.utils.system_memory import GIB
 PACKAGES = "torch deepspeed diffusers transformers safetensors huggingface_hub numpy pillow".split()
 
 
-class Node(TypedDict):
-    """A node and what its ranks run on."""
-
-    host: str
-    cpu: str
-    cores: int
-    memory_gib: float
-    ranks: int
-    gpus: list[str]
-    """Names, one for each rank that has one."""
-
-
 class Environment(TypedDict):
     """The contents of OUTPUT/resolved/machine.json."""
 
     launcher: str
     versions: dict[str, str]
-    nodes: list[Node]
+    nodes: list[dict[str, Any]]
+    """Host, cpu, cores, memory_gib, ranks of each, and gpus: names, one for each rank that has one."""
 
 
 def version(package: str) -> str:

@@ -1,4 +1,4 @@
-"""Memory of this process: its use, the peak in each phase of the run, and torch's record of GPU memory."""
+"""Memory of this process: its use, and the peak in each phase of the run."""
 
 import ctypes
 import json
@@ -8,9 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from wandistiller.config.job import Job
-from wandistiller.distributed import collectives, device
-from wandistiller.utils.files import atomic, write_json
+from wandistiller.distributed import device
+from wandistiller.utils.files import write_json
 from wandistiller.utils.logging import current
 from wandistiller.utils.system_memory import GIB, read_sizes
 
@@ -115,51 +114,3 @@ def add(output: Path, phase: str) -> None:
     file = output / "memory.json"
     known = json.loads(file.read_text()) if file.is_file() else {}
     write_json(file, known | {phase: in_gib([peaks[phase]])})
-
-
-RECORDED_STEPS = 3
-MOST_EVENTS = 500_000
-"""Allocations and releases that are kept, the last ones; each takes a few KB of CPU memory."""
-
-
-class MemoryProfile:
-    """Record of the steps that the run names, in OUTPUT/profile_memory/rank_R.pickle after the last of them.
-
-    A step that fails, as by running out of memory, is written too: its record shows what was allocated then.
-    """
-
-    def __init__(self, job: Job):
-        self._first = first = job.run.profile_memory
-        self.steps = range(first, min(first + RECORDED_STEPS, job.run.max_steps + 1)) if first else range(0)
-        """Counted from 1."""
-        self._file = job.output / "profile_memory" / f"rank_{collectives.rank()}.pickle"
-        self._recording = False
-
-    def warn_if_past(self, done: int) -> None:
-        if self._first and not any(step > done for step in self.steps):
-            text = "`profile_memory` is %d: the run does no such step, and no memory is recorded"
-            collectives.log0(text, self._first)
-
-    @contextmanager
-    def during(self, step: int) -> Iterator[None]:
-        """Record what happens inside, if `step`, counted from 1, is among those named."""
-        if step not in self.steps:
-            yield
-            return
-        if not self._recording:
-            device.record_allocations(MOST_EVENTS)
-            self._recording = True
-        try:
-            yield
-        except BaseException:
-            self._write()
-            raise
-        if step == self.steps[-1]:
-            self._write()
-
-    def _write(self) -> None:
-        with atomic(self._file) as temporary:
-            device.write_allocations(temporary)
-        device.record_allocations(None)
-        text = "memory    of steps %d to %d: %s; open it on https://pytorch.org/memory_viz"
-        collectives.log0(text, self.steps[0], self.steps[-1], self._file)

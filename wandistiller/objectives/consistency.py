@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import torch
-from annotated_types import Ge, Le
 from torch import Tensor
 
 from wandistiller.batch import STUDENT, Batch, Prediction
@@ -13,20 +12,14 @@ from wandistiller.flow import EULER, RENOISE, FlowSchedule
 from wandistiller.objectives.base import TO_DATA, Aim, Term, mean_square
 from wandistiller.objectives.script import TEACHER, Ask
 from wandistiller.utils.errors import RECIPE, Problem
-from wandistiller.utils.validation import write
+from wandistiller.utils.validation import Steps, write
 
 CONTINUOUS = 100
 """Intervals of the limit's differences; shorter ones would be lost in bf16 outputs, which are off by 2^-8."""
 SMOOTH = 0.1
 """Added to the root mean square by which the limit's gradient is normalised; a small one stays small."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Target(Prediction):
-    """The velocity to match."""
-
-    share_B: Tensor
-    """Length of the teacher's step over that of the segment."""
+Target = tuple[Tensor, Tensor]
+"""The velocity to match, and share_B: the length of the teacher's step over that of the segment."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,13 +37,13 @@ class Consistency(Term):
     """
 
     intervals: Annotated[
-        Annotated[int, Ge(1), Le(1000)] | Literal["continuous"],
+        Steps | Literal["continuous"],
         write('a number of intervals from 1 to 1000, or "continuous"'),
     ] = 40
     """Teacher's steps from pure noise to data; `continuous`: the limit of many, with a bounded gradient."""
-    edges: Annotated[int, Ge(1), Le(1000)] | None = None
+    edges: Steps | None = None
     """Sampling steps to train for, whose noise levels end the segments; None: all lead to data."""
-    steps: Annotated[int, Ge(1), Le(1000)] | None = None
+    steps: Steps | None = None
     """Sampling steps that noise the data again where all segments lead to it; None with `edges`, or where
     another term has them."""
 
@@ -76,20 +69,21 @@ class Consistency(Term):
         )
         return [Problem(text, RECIPE, where)]
 
-    def target(self, batch: Batch, schedule: FlowSchedule) -> Generator[Ask, Prediction, _Target]:
+    def target(self, batch: Batch, schedule: FlowSchedule) -> Generator[Ask, Prediction, Target]:
         t_B, next_B, share_B = self._step(batch, schedule)
         length_B1111, share_B1111 = (x_B.float().view(-1, 1, 1, 1, 1) for x_B in (t_B - next_B, share_B))
         teacher = yield Ask(TEACHER, batch)
         x_BCFHW = batch.x_t_BCFHW - length_B1111 * teacher.v_BCFHW
         rest = yield Ask(STUDENT, replace(batch, x_t_BCFHW=x_BCFHW, sigma_B=next_B.float()))
         mean_BCFHW = rest.v_BCFHW + share_B1111 * (teacher.v_BCFHW - rest.v_BCFHW)
-        return _Target(mean_BCFHW, share_B=share_B.float())
+        return mean_BCFHW, share_B.float()
 
-    def loss(self, prediction: Prediction, target: _Target, batch: Batch) -> Tensor:
-        loss_B = mean_square(prediction.v_BCFHW - target.v_BCFHW)
+    def loss(self, prediction: Prediction, target: Target, batch: Batch) -> Tensor:
+        mean_BCFHW, share_B = target
+        loss_B = mean_square(prediction.v_BCFHW - mean_BCFHW)
         if self.intervals != "continuous":
             return loss_B
-        return loss_B / (loss_B.detach().sqrt() + SMOOTH * target.share_B)
+        return loss_B / (loss_B.detach().sqrt() + SMOOTH * share_B)
 
     def _step(self, batch: Batch, schedule: FlowSchedule) -> tuple[Tensor, Tensor, Tensor]:
         """Return t_B, t'_B and the share a_B of the teacher's step in its segment, float64."""

@@ -17,7 +17,7 @@ from wandistiller.objectives.base import SATURATION, TO_DATA, Aim, Limit, Role, 
 from wandistiller.objectives.rollout import WITH_NOISE, Renoised, Rollout, Turn, drawn, renoised
 from wandistiller.objectives.script import TEACHER, Ask, Learn, Loss, Script, Slope
 from wandistiller.utils.errors import RECIPE, Problem
-from wandistiller.utils.validation import NotNegative, Positive, Share
+from wandistiller.utils.validation import NotNegative, Positive, Share, Steps
 
 CRITIC = "critic"
 """Role of the network that learns the velocity of the student's own samples."""
@@ -117,13 +117,13 @@ class Dmd2(Term):
         Limit("saturation", "deviation", 1.15, SATURATION.replace("{of}", START), within="exit"),
     )
 
-    steps: Annotated[int, Ge(1), Le(1000)] = 4
+    steps: Steps = 4
     """Sampling steps to train for."""
     sampler: Literal["euler", "renoise"] = EULER
     """Along the student's velocity, or to its clean latents, which are noised again."""
     expert: Literal["high_noise", "low_noise"] | None = None
     """The expert of a two-expert student that is trained; the high-noise one first, the other after it."""
-    critic_updates: Annotated[int, Ge(1), Le(1000)] = 5
+    critic_updates: Steps = 5
     """The critic's updates before each of the student's."""
     critic_warmup: Annotated[int, Ge(0), Le(1000)] = 0
     """The critic's updates before the first step: a head start, while the student does not change."""

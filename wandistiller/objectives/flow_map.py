@@ -2,10 +2,8 @@
 
 from collections.abc import Generator
 from dataclasses import dataclass, replace
-from typing import Annotated
 
 import torch
-from annotated_types import Ge, Le
 from torch import Tensor
 
 from wandistiller.batch import STUDENT, Batch, Prediction
@@ -13,18 +11,12 @@ from wandistiller.flow import FLOW_MAP, FlowSchedule
 from wandistiller.objectives.base import Aim, RunFacts, Term, mean_square
 from wandistiller.objectives.script import TEACHER, Ask
 from wandistiller.utils.errors import RECIPE, Problem
-from wandistiller.utils.validation import Share
+from wandistiller.utils.validation import Share, Steps
 
 STEP = 0.005
 """Distance in noise level of the states of a central difference from its middle."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Target(Prediction):
-    """The mean velocity to match."""
-
-    weight_B: Tensor
-    """Share of the path's velocity in the mean square of both parts of the target; 1 at r = t."""
+Target = tuple[Tensor, Tensor]
+"""The mean velocity to match, and weight_B: the path's share in the mean square of both parts; 1 at r = t."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +35,7 @@ class FlowMap(Term):
 
     data_weight: Share = 0.0
     """Weight in [0, 1] of the data's own velocity in v; only useful with real media."""
-    steps: Annotated[int, Ge(1), Le(1000)] = 4
+    steps: Steps = 4
     """Sampling steps of pictures, and of samples where no number is given; any other will do."""
 
     @property
@@ -68,7 +60,7 @@ class FlowMap(Term):
         texts = [f"`{where}` is flow_map. {why}" for why, is_so in reasons.items() if is_so]
         return [Problem(text, RECIPE, where) for text in texts]
 
-    def target(self, batch: Batch, schedule: FlowSchedule) -> Generator[Ask | list[Ask], Prediction, _Target]:
+    def target(self, batch: Batch, schedule: FlowSchedule) -> Generator[Ask | list[Ask], Prediction, Target]:
         parts = []
         if self.data_weight < 1:
             teacher = yield Ask(TEACHER, batch)
@@ -87,10 +79,11 @@ class FlowMap(Term):
         slope_BCFHW = (later.v_BCFHW - earlier.v_BCFHW) / _of_samples(distance_B)
         change_BCFHW = _of_samples(t_B - r_B) * slope_BCFHW
         of_path_B, of_change_B = mean_square(v_BCFHW), mean_square(change_BCFHW)
-        return _Target(v_BCFHW - change_BCFHW, weight_B=of_path_B / (of_path_B + of_change_B))
+        return v_BCFHW - change_BCFHW, of_path_B / (of_path_B + of_change_B)
 
-    def loss(self, prediction: Prediction, target: _Target, batch: Batch) -> Tensor:
-        return target.weight_B * mean_square(prediction.v_BCFHW - target.v_BCFHW)
+    def loss(self, prediction: Prediction, target: Target, batch: Batch) -> Tensor:
+        mean_BCFHW, weight_B = target
+        return weight_B * mean_square(prediction.v_BCFHW - mean_BCFHW)
 
 
 def _of_samples(x_B: Tensor) -> Tensor:

@@ -187,8 +187,8 @@ def log_disk_use(job: Job) -> None:
     if collectives.rank() != 0:
         return
     accelerator = on_accelerator()
-    places = {disk(place): place for place in to_come(job, accelerator=accelerator)}.values()
-    free = [f"{amount(disk_free(place))} free at {place}" for place in places]
+    folders = {disk(folder): folder for folder in to_come(job, accelerator=accelerator)}.values()
+    free = [f"{amount(disk_free(folder))} free at {folder}" for folder in folders]
     collectives.log0("disk      %s; %s", written(job, accelerator=accelerator), ", ".join(free))
 
 

@@ -7,11 +7,9 @@ other.
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf, prod
-from typing import Annotated, Any
-
-from annotated_types import Gt, Lt
+from typing import Any
 
 from wandistiller.batch import STUDENT
 from wandistiller.config.job import Job, branches
@@ -23,9 +21,7 @@ from wandistiller.objectives.script import TEACHER
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.passes import Passes, base_sweeps, lone_sweeps, passes_asked, teacher_sweeps
 from wandistiller.planner.teacher_memory import sharers_of_a_call
-from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.system_memory import GIB
-from wandistiller.utils.validation import check, types_of
 
 SHARE = 2 / 3
 """Share of the maker's peaks, of dense products in bf16 and of memory, that kernels are assumed to reach.
@@ -68,18 +64,17 @@ HOST = 1.0
 """The same of all cores of a node, for a teacher that computes there beside GPUs."""
 DISK = 5.0
 """10^9 bytes a second of a node's disk."""
-Rate = Annotated[float, Gt(0), Lt(10**9)]
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Rates of one rank."""
 
-    tflops: Rate
+    tflops: float
     """10^12 operations a second of products and attention."""
-    pcie: Rate
+    pcie: float
     """10^9 bytes a second from CPU memory to the accelerator."""
-    tbytes: Rate = inf
+    tbytes: float = inf
     """10^12 bytes a second that all other kernels move; without limit where `tflops` is of whole steps."""
 
 
@@ -91,18 +86,6 @@ def usual_rates(machine: Machine) -> Rates:
     by_size = BY_MEMORY[max((gib for gib in BY_MEMORY if gib <= 1.1 * size / GIB), default=min(BY_MEMORY))]
     tflops, tbytes, pcie = PEAKS[next(by_name, by_size)]
     return Rates(SHARE * tflops, pcie, SHARE * tbytes)
-
-
-def override_rates(usual: Rates, rates: dict[str, Any]) -> Rates:
-    """Replace the rates that the user gives.
-
-    Raises:
-        ConfigError: for other keys than those of Rates, and for values that are no positive numbers.
-    """
-    problems, checked = check("command line", rates, types_of(Rates), "rates.")
-    if problems:
-        raise ConfigError(*problems)
-    return replace(usual, **checked)
 
 
 def passes(job: Job, updates: Sequence[str] = ()) -> dict[str, Passes]:

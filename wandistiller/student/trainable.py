@@ -11,10 +11,8 @@ from wandistiller.network.heads import PROJECTIONS
 from wandistiller.utils.errors import RECIPE, Problem, problem
 from wandistiller.utils.parameter_patterns import any_names, factor, unknown_parts
 
-RATES = {"warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr"}
+RATES = {"warmup_min_lr", "warmup_max_lr"}
 """Keys of DeepSpeed's schedules that are learning rates."""
-DEFAULT_RATES = {"WarmupDecayLR": {"warmup_max_lr": 1e-3}, "LRRangeTest": {"lr_range_test_min_lr": 1e-3}}
-"""Silent defaults of deepspeed 0.19.8 in schedules that ignore the optimizer's learning rate."""
 
 
 def tuning_problems(run: Any, config: NetworkConfig, engine: EngineConfig) -> list[str]:
@@ -50,7 +48,7 @@ def parameter_groups(
         groups.setdefault(factor(learning_rates, name), []).append(parameter)
     factors = sorted(groups, key=lambda f: (f != 1, f))  # the first group's learning rate is logged
     if schedule := engine.section("scheduler"):
-        params = DEFAULT_RATES.get(schedule["type"], {}) | schedule.get("params", {})
+        params = schedule.get("params", {})
         params = {k: [f * v for f in factors] if k in RATES else v for k, v in params.items()}
         engine = engine.replaced(scheduler=schedule | {"params": params})
     lr = engine.section("optimizer.params")["lr"]

@@ -39,9 +39,7 @@ class Monitor:
         line = self._metrics.step(step, result.metrics(), memory, step_seconds())
         self._monitors.record(step, scalars(line))
         seconds = [rank.seconds for rank in result.ranks]
-        self._alarms.step(
-            step, result.loss, result.grad_norm, result.lr, seconds, result.watched, result.expert.value
-        )
+        self._alarms.step(step, result.loss, result.grad_norm, seconds, result.watched, result.expert.value)
         self._ended = {}
 
     def record_phases(self) -> None:

@@ -17,6 +17,7 @@ from wandistiller.data.media import Size
 from wandistiller.data.tensor_cache import Measured, Sample
 from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
+from wandistiller.experts import Expert
 from wandistiller.monitoring.memory_usage import within
 from wandistiller.teacher.base import Guidance, Teacher
 from wandistiller.teacher.build import build_teacher
@@ -196,7 +197,8 @@ def _sizes(job: Job) -> tuple[list[Size], np.ndarray]:
 def guided_teacher(job: Job, conditions: Conditions, ranks: Ranks = ALONE) -> Teacher:
     """Load the run's teacher, placed by its JSON, with guidance. Collective."""
     set_activity("loading the teacher")
-    guidance = Guidance(conditions.text[job.run.negative_prompt], job.guidance)
+    scales = {Expert.HIGH_NOISE: job.run.guidance_scale, Expert.LOW_NOISE: job.run.guidance_scale_2}
+    guidance = Guidance(conditions.text[job.run.negative_prompt], scales)
     folder, merges = job.folder.only(job.networks.teacher), job.run.merge_text_padding
     return build_teacher(folder, job.teacher, guidance, merges_padding=merges, ranks=ranks)
 

@@ -23,7 +23,7 @@ from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.shutdown import Stopped
 from wandistiller.engine.compiler import log_compiled
 from wandistiller.monitoring import memory_usage
-from wandistiller.monitoring.memory_usage import MemoryProfile, within
+from wandistiller.monitoring.memory_usage import within
 from wandistiller.student.learner import Learner
 from wandistiller.teacher.base import Teacher
 from wandistiller.training.monitor import Monitor
@@ -92,7 +92,6 @@ class Trainer:
         self._recorded = recorded(job)
         self.checkpointer = Checkpointer(job.output, job.run.keep_checkpoints)
         self.nonfinite = NonFiniteHandler(job, self.batches, self.save)
-        self._memory_profile = MemoryProfile(job)
         self.saves = Interval(job.run.save_minutes, SAVING)
         self.draws = Interval(job.run.sample_minutes, DRAWING)
         self._seconds_of_compiling = 0.0
@@ -113,13 +112,11 @@ class Trainer:
         if not start:
             self.warm_up()
         self.monitor.start(start)
-        self._memory_profile.warn_if_past(start)
         collectives.raise_if_stop_requested(f"before step {start + 1}")
         if start:
             self.draw_if_due(start, again=False)
         for step in range(start, run.max_steps):
-            with self._memory_profile.during(step + 1):
-                result = self.train_step(step)
+            result = self.train_step(step)
             self.monitor.record(step + 1, result)
             last = step + 1 == run.max_steps
             due = (step + 1) % run.save_every == 0 or result.over.save

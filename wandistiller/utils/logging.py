@@ -100,15 +100,13 @@ def log_to_file(text: str) -> None:
         _file_only.info("%s", text.encode(errors="backslashreplace").decode())
 
 
-IN_EVERY_STEP = ("step ", "finishing step ")
-"""Beginnings of activities that recur in each step: too many for the log file."""
-
-
 @dataclass(slots=True)
 class Status:
     """The main thread's place in the run; only that thread writes, others may read."""
 
     activity: str = "starting"
+    is_of_step: bool = False
+    """True if the activity recurs in each training step."""
     began: float = field(default_factory=time.monotonic)
     """When the activity began, in seconds on the monotonic clock, which a change of the wall clock does not
     affect; as all times here."""
@@ -129,11 +127,12 @@ class Status:
 current = Status()
 
 
-def set_activity(name: str) -> None:
-    current.activity, current.began = name, time.monotonic()
+def set_activity(name: str, *, of_step: bool = False) -> None:
+    """Name what the main thread does; if it recurs in each step, it is too often for the log file."""
+    current.activity, current.is_of_step, current.began = name, of_step, time.monotonic()
     heartbeat()
     log.debug("doing: %s", name)
-    if not name.startswith(IN_EVERY_STEP):
+    if not of_step:
         current.due = 0.0
         log_to_file(f"doing: {name}")
 
@@ -153,7 +152,7 @@ def begin_step(step: int) -> None:
 @contextmanager
 def activity(name: str) -> Iterator[None]:
     """Name a part of the training step and add up its seconds. After an error the name stays."""
-    set_activity(f"step {current.step}, {name}")
+    set_activity(f"step {current.step}, {name}", of_step=True)
     began = time.perf_counter()
     yield
     current.seconds[name] = current.seconds.get(name, 0.0) + time.perf_counter() - began

@@ -3,10 +3,9 @@
 import socket
 import sys
 
-import pytest
 from ranks import free_port, run
 
-from wandistiller.distributed.launchers import LAUNCHERS, NUMBERS, environment_problems, is_first
+from wandistiller.distributed.launchers import LAUNCHERS, environment_problems, is_first
 
 RIGHT = {
     "RANK": "1",
@@ -15,14 +14,6 @@ RIGHT = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29500",
 }
-JUNK = ["", " ", "x", "-1", "1.0", "1e3", "0x1", "9" * 30, "two", "²", "1 2", "\n", "None"]
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-def test_junk_in_a_launcher_s_variable_is_named(name: str) -> None:
-    for value in JUNK:
-        (problem,) = environment_problems(RIGHT | {name: value})
-        assert problem.startswith(f"environment: {name} is {value!r}, which is no whole number.")
 
 
 def test_an_address_that_is_not_known_is_named() -> None:
@@ -48,8 +39,8 @@ def test_a_port_in_use_is_named_on_rank_0_with_the_flag_for_another_but_not_unde
 
 
 def test_a_command_says_it_on_stderr_and_ends_with_2() -> None:
-    done = run([sys.executable, "-m", "wandistiller", "doctor"], code=2, **RIGHT | {"RANK": "two"})
-    assert done.stderr.startswith("error: environment: RANK is 'two'")
+    done = run([sys.executable, "-m", "wandistiller", "doctor"], code=2, RANK="0")
+    assert done.stderr.startswith("error: environment: RANK is set, but WORLD_SIZE")
     assert len(done.stderr.splitlines()) == 1
 
 

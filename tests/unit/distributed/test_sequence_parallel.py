@@ -1,7 +1,10 @@
 """Ranks that share sequences: messages about numbers that do not divide, and keys that are checked."""
 
+from pathlib import Path
+
+from wandistiller.cli.flags import SampleFlags
 from wandistiller.distributed.sequence_parallel import division_problems
-from wandistiller.evaluation.sampling import number_problems
+from wandistiller.evaluation.sampling import flag_problems
 
 
 def test_a_number_of_sharing_ranks_that_does_not_divide_is_named_by_its_setting() -> None:
@@ -10,5 +13,5 @@ def test_a_number_of_sharing_ranks_that_does_not_divide_is_named_by_its_setting(
 
 
 def test_ranks_that_share_a_sequence_are_at_least_one() -> None:
-    (text,) = number_problems("sample", {"context_parallel": 0})
-    assert text == "sample: `context_parallel` is 0. Write a positive number, at most 1000000000."
+    (text,) = flag_problems("sample", SampleFlags(prompts=["a"], output=Path("a"), context_parallel=0))
+    assert text == "sample: `context_parallel` is 0. Write a number greater than 0."

@@ -79,7 +79,7 @@ def begun(tmp_path: Path) -> Path:
 
 
 def test_a_run_that_goes_on_is_reported_up_to_its_last_whole_lines(begun: Path) -> None:
-    alarm = {"step": 1, "kind": "plateau", "alarm": "The loss stands still"}
+    alarm = {"step": 1, "kind": "blow-up", "alarm": "The loss has grown"}
     (begun / "alarms.jsonl").write_text(json.dumps(alarm) + "\n" + '{"step": 2, "kind": "pla')
     text = report(begun).read_text()
     assert "1 of ?" in text and "No evaluation yet" in text and "gradient norm" not in Page(text).images

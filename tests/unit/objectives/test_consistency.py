@@ -105,7 +105,7 @@ def test_the_target_is_the_mean_of_the_teacher_s_step_and_the_student_s_rest_of_
 
     target = played(Consistency(intervals=4).target(batch, SCHEDULE), answer)
     # from 0.75 to 0.5, a third of the way to 0: 1/3 + 2/3 x 4; from 0.2 to 0: the teacher's alone
-    assert target.v_BCFHW[:, 0, 0, 0, 0].tolist() == pytest.approx([3.0, 1.0])
+    assert target[0][:, 0, 0, 0, 0].tolist() == pytest.approx([3.0, 1.0])
     assert asked[1].x_t_BCFHW[:, 0, 0, 0, 0].tolist() == pytest.approx([0.75, 0.8])
     assert asked[0] is batch and asked[1].sigma_B.tolist() == [0.5, 0.0]
 

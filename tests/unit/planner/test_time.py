@@ -13,8 +13,7 @@ from wandistiller.cli.plan_report import duration
 from wandistiller.config.job import Job, branches
 from wandistiller.network.flops import count_flops
 from wandistiller.planner.machine import Machine
-from wandistiller.planner.time import EAGER, PEAKS, SHARE, Rates, Times, override_rates, passes, usual_rates
-from wandistiller.utils.errors import ConfigError
+from wandistiller.planner.time import EAGER, PEAKS, SHARE, Rates, Times, passes, usual_rates
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB
 
@@ -227,12 +226,6 @@ def test_a_gpu_is_known_by_its_name_or_its_memory_and_reaches_two_thirds_of_its_
 
 def test_a_gpu_that_others_use_too_is_still_of_its_kind() -> None:
     assert usual_rates(Machine(60 * GIB, GIB, GIB, 1, 1, device_total=80 * GIB)).tflops == 208
-
-
-def test_given_rates_replace_the_usual_ones() -> None:
-    assert override_rates(RATES, {"pcie": 12}) == Rates(tflops=100, pcie=12)
-    with pytest.raises(ConfigError, match=r"`rates\.memory` is 60\. Unknown key"):
-        override_rates(RATES, {"memory": 60})
 
 
 @pytest.mark.parametrize(

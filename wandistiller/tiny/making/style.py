@@ -33,7 +33,7 @@ LIST = "wandistiller_samples.json"
 """Prompt by file, as `wandistiller sample` writes it."""
 
 
-class Judged(NamedTuple):
+class Scores(NamedTuple):
     """A row of the table."""
 
     in_style: int
@@ -62,14 +62,14 @@ def write(folder: Path) -> None:
     (folder / "held_out.txt").write_text("\n".join(drawn) + "\n")
 
 
-def judged(image_BCHW: Tensor, prompts: list[str]) -> Judged:
+def scores(image_BCHW: Tensor, prompts: list[str]) -> Scores:
     """Count the pictures in the style, and those that are right."""
     wanted = [at_night(prompt) for prompt in prompts]
-    found = nearest(image_BCHW)
-    colours = [[(SPECS[name].colour, SPECS[name].background) for name in names] for names in (found, wanted)]
-    return Judged(
+    seen = nearest(image_BCHW)
+    colours = [[(SPECS[name].colour, SPECS[name].background) for name in names] for names in (seen, wanted)]
+    return Scores(
         in_style=sum(map(tuple.__eq__, *colours)),
-        right=sum(name in pair for name, pair in zip(found, zip(prompts, wanted, strict=True), strict=True)),
+        right=sum(name in pair for name, pair in zip(seen, zip(prompts, wanted, strict=True), strict=True)),
         error=mse_to_prompts(image_BCHW, wanted).mean().item(),
     )
 
@@ -87,8 +87,8 @@ def judge(folders: list[Path], picture: Path) -> None:
     print("| drawn by | in the style | prompts right | squared error |\n|---|---|---|---|")
     for folder in folders:
         image_BCHW, prompts = read(folder)
-        found, label = judged(image_BCHW, prompts), folder.name.replace("_", " ")
-        print(f"| {label} | {found.in_style} of {len(prompts)} | {found.right} | {found.error:.4f} |")
+        row, label = scores(image_BCHW, prompts), folder.name.replace("_", " ")
+        print(f"| {label} | {row.in_style} of {len(prompts)} | {row.right} | {row.error:.4f} |")
         numbers = range(0, len(prompts), -(-len(prompts) // SHOWN))
         rows[label] = [image_BCHW[i] for i in numbers]
     save_grid(picture, rows, [prompts[i] for i in numbers])

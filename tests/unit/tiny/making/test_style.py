@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from wandistiller.data.dataset import read_dataset
-from wandistiller.tiny.making.style import at_night, judge, judged, write
+from wandistiller.tiny.making.style import at_night, judge, scores, write
 from wandistiller.tiny.shapes import HELD_OUT, SPECS, render
 from wandistiller.utils.files import write_json
 from wandistiller.utils.images import to_pil
@@ -27,7 +27,7 @@ def test_a_picture_is_in_the_style_right_both_or_neither() -> None:
         (0, 0): "a red circle on a black background, left",
     }
     for counts, name in drawn.items():
-        assert judged(render(name, seed=3)[None], [prompt])[:2] == counts
+        assert scores(render(name, seed=3)[None], [prompt])[:2] == counts
 
 
 def test_pictures_in_the_style_have_the_teachers_prompts_and_none_that_is_held_out(tmp_path: Path) -> None:
