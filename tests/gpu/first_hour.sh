@@ -32,9 +32,10 @@ doctor() { "$python" -m wandistiller doctor; }
 numbers() { tests -n $workers -rP tests/gpu/test_numbers.py -k in_float32; }
 stream() { streamed $((layers > 4 ? 4 : 1)) --batches $batches; }
 overlap() { measured overlap; }
+training() { trained $few_batches; }
+loras() { trained images images_int8 clips_17; }
 stream_whole() { streamed "$layers" --settings streamed ZeRO-Inference --batches $batches; }
-training() { "$python" tests/gpu/train_14b.py --folder "$folder/stream" $small --layers "$layers" --batches $few_batches; }
-loras() { "$python" tests/gpu/lora_14b.py --folder "$folder/stream" $small --layers "$layers"; }
+trained() { "$python" tests/gpu/train_14b.py --folder "$folder/stream" $small --layers "$layers" --rows "$@"; }
 students() { measured students; }
 kernels() { measured kernels; }
 coders() { measured coders; }

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-Call = Callable[..., Any]
-
 
 class _Client:
+    """What a client does with the path of a system call; further arguments are those after the path."""
+
     def __init__(self, root: Path):
         self.root, self.away, self.lstat = root, set(), os.lstat
 
-    def walk(self, path: Path) -> None:
+    def see(self, path: Path, *_: Any, **__: Any) -> None:
         """Look for each folder on the way to `path`, then for that."""
         for part in (*reversed(path.parents), path):
             if self.root in part.parents:
@@ -33,63 +33,42 @@ class _Client:
                         self.away.add(part)
                 raise FileNotFoundError(2, "No such file or directory", str(path))
 
-    def seen(self, call: Call) -> Call:
-        """Return a system call that looks for a name."""
+    def list(self, path: Path, *_: Any) -> None:
+        self.see(path)
+        self.away = {name for name in self.away if name.parent != path}
 
-        def looked(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(path, str | Path):
-                self.walk(Path(path).absolute())
-            return call(path, *args, **kwargs)
+    def make(self, path: Path, *_: Any, **__: Any) -> None:
+        self.see(path.parent)
+        self.away.discard(path)
 
-        return looked
+    def open(self, path: Path, mode: Any = "r", *_: Any, **__: Any) -> None:
+        creates = mode & os.O_CREAT if isinstance(mode, int) else set(mode) & set("wxa")
+        (self.make if creates else self.see)(path)
 
-    def listed(self, call: Call) -> Call:
-        """Return a system call that opens a folder."""
 
-        def opened(path: Any = ".", *args: Any) -> Any:
-            if isinstance(path, str | Path):
-                self.walk(folder := Path(path).absolute())
-                self.away = {name for name in self.away if name.parent != folder}
-            return call(path, *args)
+def _after(act: Callable[..., None], call: Callable[..., Any], place: int = 0) -> Callable[..., Any]:
+    """Return a system call before which a client acts on the path that is its argument at `place`."""
 
-        return opened
+    def called(*args: Any, **kwargs: Any) -> Any:
+        path = args[place] if args else "."
+        if isinstance(path, str | Path):
+            act(Path(path).absolute(), *args[place + 1 :], **kwargs)
+        return call(*args, **kwargs)
 
-    def made(self, call: Call) -> Call:
-        """Return a system call that makes a name, its last argument that is a path."""
-
-        def makes(*args: Any, **kwargs: Any) -> Any:
-            path = Path([a for a in args if isinstance(a, str | Path)][-1]).absolute()
-            self.walk(path.parent)
-            self.away.discard(path)
-            return call(*args, **kwargs)
-
-        return makes
-
-    def opened(self, call: Call) -> Call:
-        """Return a call that opens a file, to read it or as a new one."""
-
-        def opens(path: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
-            creates = mode & os.O_CREAT if isinstance(mode, int) else set(mode) & set("wxa")
-            if isinstance(path, str | Path) and creates:
-                self.walk((new := Path(path).absolute()).parent)
-                self.away.discard(new)
-            elif isinstance(path, str | Path):
-                self.walk(Path(path).absolute())
-            return call(path, mode, *args, **kwargs)
-
-        return opens
+    return called
 
 
 @contextmanager
 def nfs_client(root: Path) -> Iterator[None]:
     """Let this process's own look-ups below `root` go through a client; those of libraries in Rust do not."""
     client = _Client(root.absolute())
-    how = {"stat": client.seen, "lstat": client.seen, "unlink": client.seen, "scandir": client.listed}
-    how |= {"listdir": client.listed, "mkdir": client.made, "rename": client.made, "replace": client.made}
-    how |= {"open": client.opened}
+    acts = {"stat": client.see, "lstat": client.see, "unlink": client.see, "mkdir": client.make}
+    acts |= {"scandir": client.list, "listdir": client.list, "open": client.open}
+    acts |= {"rename": client.make, "replace": client.make}
     with ExitStack() as patches:
-        for name, wrapped in how.items():
-            patches.enter_context(patch.object(os, name, wrapped(getattr(os, name))))
+        for name, act in acts.items():
+            of_os = _after(act, getattr(os, name), int(name in ("rename", "replace")))
+            patches.enter_context(patch.object(os, name, of_os))
         for module in (io, builtins):
-            patches.enter_context(patch.object(module, "open", client.opened(io.open)))
+            patches.enter_context(patch.object(module, "open", _after(client.open, io.open)))
         yield

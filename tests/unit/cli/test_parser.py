@@ -44,14 +44,6 @@ def test_the_help_has_a_word_for_each_value_and_a_text_for_each_flag(
     assert all(re.match(r"[^-]", explanation) for _, explanation in flags)
 
 
-def test_the_help_of_plan_says_that_its_exit_code_is_whether_the_run_fits(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    text = " ".join(help_of("plan", capsys).split())
-    words = "Exit code 0: it fits, or the recipe that `--recommend` wrote does."
-    assert text.endswith(f"{words} 2: it does not, or the input is wrong.")
-
-
 def test_the_help_of_train_names_every_default(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(help_of("train", capsys).split())
     for f in dataclasses.fields(RunConfig):

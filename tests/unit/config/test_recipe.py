@@ -12,7 +12,7 @@ from reading import read_run
 from wandistiller.cli.main import main
 from wandistiller.config.identity import identity, write_resolved
 from wandistiller.config.recipe import read_recipe, recipe_of
-from wandistiller.config.run_config import DEFAULT_ENGINE, DEFAULT_TEACHER, JSON_FILES, ONLY_FLAGS, RunConfig
+from wandistiller.config.run_config import DEFAULT_ENGINE, DEFAULT_TEACHER, ONLY_FLAGS, RunConfig
 from wandistiller.config.stages import read_jobs
 from wandistiller.config.validate import read_job
 from wandistiller.planner.resolve_auto import resolve_auto
@@ -43,24 +43,11 @@ def test_a_flag_wins_over_the_recipe_and_the_recipe_over_the_default(
     assert run(values, tmp_path, **flags) == RunConfig(**PATHS, **expected)
 
 
-def test_flags_alone_make_a_run() -> None:
-    assert read_run(None, dict(PATHS)) == RunConfig(**PATHS)
-
-
 @pytest.mark.parametrize("key", PATHS)
 def test_a_missing_path_names_its_flag(key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_run(None, {k: v for k, v in PATHS.items() if k != key})
     assert caught.value.problems == [f"command line: `{key}` is missing. Give --{key} or the recipe key."]
-
-
-def test_unknown_keys_wrong_types_and_wrong_values_are_reported_at_once(tmp_path: Path) -> None:
-    wrong = {"heigth": 1, "seed": "0", "save_every": 0, "log_level": "loud", "max_steps": 1, "num_epochs": 1}
-    with pytest.raises(ConfigError) as caught:
-        run(wrong, tmp_path)
-    assert [
-        text.split("`")[1] for text in caught.value.problems
-    ] == "heigth seed save_every log_level max_steps".split()
 
 
 def test_a_config_of_the_current_folder_wins_over_the_shipped_one(
@@ -72,11 +59,6 @@ def test_a_config_of_the_current_folder_wins_over_the_shipped_one(
     own.parent.mkdir(parents=True)
     own.write_text("{}")
     assert read_json(str(own)) == {}
-
-
-@pytest.mark.parametrize("name", [key for key in JSON_FILES if getattr(RunConfig(), key)])
-def test_a_default_file_is_shipped(name: str) -> None:
-    assert shipped(getattr(RunConfig(), name)).is_file()
 
 
 def test_a_config_written_out_and_read_again_is_equal(tmp_path: Path) -> None:

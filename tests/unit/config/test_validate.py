@@ -1,14 +1,9 @@
-"""Errors as a user meets them: all at once, once each, from all ranks together."""
+"""Errors as a user meets them: all at once, and once each."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from ranks import ROOT, free_port
 from wrong_input.cases import Case, outcome
 
 from wandistiller.teacher.placements import device_map
@@ -63,24 +58,6 @@ def test_a_device_map_without_accelerate(
     monkeypatch.setattr(device_map, "find_spec", lambda name: None)
     (error,) = errors(Case("", (), flags=("--teacher_device_strategy", "sequential")))
     assert error.endswith("the placement device_map needs accelerate. Run: pip install accelerate")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two GPUs, or none")
-def test_each_message_of_two_ranks_comes_once_on_stderr_without_a_traceback(
-    tmp_path: Path, wan2: Path
-) -> None:
-    case = Case("", (), {"student.json": {"num_heads": 2}}, {"data_path": "{here}/none.txt"})
-    ranks = "RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT CROSS_RANK CROSS_SIZE LOCAL_SIZE".split()
-    environment = {k: v for k, v in os.environ.items() if k not in ranks} | {"PYTHONPATH": str(ROOT)}
-    launcher = f"-m deepspeed.launcher.runner --num_accelerators 2 --master_port {free_port()} --module"
-    command = [sys.executable, *launcher.split(), "wandistiller", *case.write(tmp_path / "case", wan2)]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.count("error: ") == 2 and "Traceback" not in done.stderr + done.stdout
-    assert done.stderr.count("`num_heads` is 2. Unknown key. Did you mean `num_attention_heads`?") == 1
-    assert done.stderr.count("none.txt: no such file or folder.") == 1
-    assert not (tmp_path / "case" / "out").exists()
 
 
 def test_what_is_no_text_resembles_no_name() -> None:

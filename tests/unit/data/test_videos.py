@@ -18,7 +18,7 @@ from wandistiller.data.videos import read_frames
 from wandistiller.utils.images import write_mp4
 
 BLUE = (0, 0, 255)
-PQ, HLG, LINEAR, BT709, BT2020, P3 = 16, 18, 8, 1, 9, 12
+PQ, HLG, BT709, BT2020, P3 = 16, 18, 1, 9, 12
 """Code points of ITU-T H.273."""
 
 

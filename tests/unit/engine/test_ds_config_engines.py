@@ -246,23 +246,3 @@ def test_torch_s_fused_adam_replaces_deepspeed_s_on_gpus_without_nvcc_and_there_
     assert extensions.with_fused_adam(offloaded) == offloaded
     params = extensions.with_fused_adam(plain).section("optimizer.params")
     assert params == ADAM["params"] | {"torch_adam": True, "fused": True}
-
-
-COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 5, "warmup_num_steps": 2}}
-DECAY = {"total_num_steps": 5, "warmup_num_steps": 2, "warmup_max_lr": 1e-3}
-KEYS = [
-    {"communication_data_type": "fp32"},
-    {"bf16": {"enabled": True, "bf16_master_weights_and_grads": False}},
-    {"prescale_gradients": False},
-    {"wall_clock_breakdown": True},
-    {"zero_optimization": {"stage": 2, "round_robin_gradients": True, "overlap_comm": True}},
-    {"scheduler": COSINE},
-    {"scheduler": {"type": "WarmupDecayLR", "params": DECAY}},
-]
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("more", slow_but(KEYS[1:2], KEYS), ids=str)
-def test_a_key_of_the_json_needs_no_code(more: dict[str, Any]) -> None:
-    losses = curve(engine_of(**({"bf16": {"enabled": True}} | more)))
-    assert losses[-1] < losses[0]

@@ -21,12 +21,6 @@ AUTO: dict[str, Any] = {  # the ZeRO-3 example of transformers' documentation, a
     "zero_optimization": {"stage": 3} | dict.fromkeys(BUCKETS, "auto"),
 }
 PATHS = {"teacher_path": "tiny", "data_path": "tiny"}
-FIXED = {
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_accumulation_steps": 4,
-    "bf16": {"enabled": True},
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-}
 
 
 def job(folder: Path, ds: dict[str, Any] | None = None, world: int = 1, **settings: Any) -> Job:

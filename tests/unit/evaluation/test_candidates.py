@@ -158,11 +158,6 @@ def test_one_file_as_a_pipeline_is_refused_with_the_flag_that_takes_it(wan1: Pat
         read_candidate(str(file))
 
 
-def test_a_lora_that_is_named_by_nothing_is_refused(wan1: Path) -> None:
-    with pytest.raises(ConfigError, match="file"):
-        read_candidate(str(wan1), [""])
-
-
 def test_a_run_without_adapters_is_no_lora(wan1: Path, tmp_path: Path) -> None:
     (tmp_path / "run" / "resolved").mkdir(parents=True)
     (tmp_path / "run" / "resolved" / "run.json").write_text("{}")

@@ -77,15 +77,6 @@ def test_a_folder_of_two_parts_that_is_not_here_is_no_base_model_of_the_hub(
     assert "models/wan" not in text + (tmp_path / "wandistiller.json").read_text()
 
 
-def test_a_lora_is_an_adapter_of_its_teacher_whatever_that_is_called(
-    teacher: WanFolder, tmp_path: Path
-) -> None:
-    write_adapter_card(tmp_path, about(teacher, tmp_path), "", "Rank 4", ["a.safetensors"], comfy="a.card")
-    card = metadata_load(tmp_path / "README.md")
-    assert (card["base_model"], card["base_model_relation"]) == ([ID], "adapter")
-    assert "`models/loras`" in (tmp_path / "README.md").read_text()
-
-
 @pytest.mark.parametrize(("kind", "key"), [(UniPCMultistepScheduler, "flow_shift"), (Euler, "shift")])
 def test_the_card_of_a_lora_sets_the_shift_under_the_key_of_the_teacher_s_scheduler(
     kind: type, key: str, wan1: Path, copy_of: Any, tmp_path: Path
@@ -97,12 +88,6 @@ def test_the_card_of_a_lora_sets_the_shift_under_the_key_of_the_teacher_s_schedu
     source = about(open_wan(str(folder)), tmp_path, shift=7.0, teacher_path=str(folder))
     write_adapter_card(tmp_path, source, "", "Rank 4", ["a.safetensors"], comfy="")
     assert f"from_config(pipe.scheduler.config, {key}=7.0)" in in_call(tmp_path / "README.md")
-
-
-def test_a_student_of_the_embedded_teacher_has_the_licence_of_this_package(tmp_path: Path) -> None:
-    write_pipeline_card(tmp_path, about(open_wan("tiny"), tmp_path), "")
-    card = metadata_load(tmp_path / "README.md")
-    assert card["license"] == "apache-2.0" and "base_model" not in card
 
 
 @pytest.mark.parametrize(
@@ -167,19 +152,6 @@ def test_the_card_of_a_checkpoint_has_the_picture_up_to_its_step_and_the_figures
     text = (evaluated / "export" / "README.md").read_text()
     assert (evaluated / "export" / "samples.png").read_text() == picture
     assert ("| 1 | 2 |" in text) == (step == measured)
-
-
-@pytest.mark.parametrize(
-    ("stage", "measured", "shown"), [("2_b", 5, True), ("2_b", 7, False), ("1_a", 5, False)]
-)
-def test_the_card_of_a_last_stage_has_the_figures_that_are_in_the_whole_recipe_s_folder(
-    stage: str, measured: int, shown: bool, wan1: Path, evaluated: Path
-) -> None:
-    (evaluated / "resolved").mkdir()
-    write_json(evaluated / "resolved" / "run.json", {"stages": [{"name": "a"}, {"name": "b"}]})
-    write_json(evaluated / "evaluation.json", {"trained_steps": measured})
-    write_pipeline_card(evaluated / "export", about(open_wan(str(wan1)), evaluated / stage), "")
-    assert ("| 1 | 2 |" in (evaluated / "export" / "README.md").read_text()) == shown
 
 
 def test_a_bfloat16_file_opens_with_the_config_beside_its_card(wan1: Path, tmp_path: Path) -> None:

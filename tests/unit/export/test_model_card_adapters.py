@@ -9,7 +9,6 @@ from wandistiller.checkpoint.facts import Facts
 from wandistiller.export.formats.lora import LoraFormat, write_adapter_card
 from wandistiller.export.source import Source
 from wandistiller.utils.errors import ConfigError
-from wandistiller.wan.folder import WanFolder
 from wandistiller.wan.pipeline import open_wan
 
 
@@ -18,25 +17,6 @@ def of_adapters(wan: Path, run: Path, **more: Any) -> Source:
     texts = {"teacher_path": str(wan), "transformer": open_wan(str(wan)).config.raw, "lora": {"rank": 4}}
     facts = Facts(**numbers | texts | {"experts": ["transformer"], "init": "teacher"} | more)
     return Source(run / "checkpoints" / "step_00000005", facts, {})
-
-
-@pytest.mark.parametrize(
-    ("wan", "frames", "lines"),
-    [
-        ("1.3B", 81, ["pipe.enable_model_cpu_offload()"]),
-        ("14B", 81, ["pipe.enable_sequential_cpu_offload()"]),
-        ("14B", 161, ["pipe.enable_sequential_cpu_offload()", "pipe.vae.enable_tiling()"]),
-    ],
-)
-def test_the_code_of_the_card_keeps_on_the_gpu_what_24_gb_have_room_for(
-    wan: str, frames: int, lines: list[str], wans: dict[str, WanFolder], tmp_path: Path
-) -> None:
-    size = {"height": 480, "width": 832, "num_frames": frames}
-    source = of_adapters(wans[wan].path, tmp_path / "run", bases=["transformer"], **size)
-    write_adapter_card(tmp_path, source, "", "Rank 4", ["w.safetensors"], "")
-    code = (tmp_path / "README.md").read_text().split("```python\n")[1].split("```")[0].splitlines()
-    wanted = [line.partition("  #")[0] for line in code if "offload" in line or "tiling" in line]
-    assert wanted == lines and code.index('export_to_video(frames, "video.mp4", fps=16)') == len(code) - 1
 
 
 @pytest.mark.parametrize("init", ["teacher", "random"])

@@ -36,15 +36,6 @@ def test_an_evaluated_run_is_headed_by_shares_of_the_teacher_s_score_parameters_
     ]
 
 
-def test_a_figure_of_a_student_of_other_steps_says_after_how_many(tmp_path: Path) -> None:
-    labels = {}
-    for steps in (None, 5, len(LINES)):
-        write_json(tmp_path / "evaluation.json", EVALUATED | ({"trained_steps": steps} if steps else {}))
-        labels[steps] = headline(tmp_path, tmp_path, LINES)[0].label
-    score = "of the teacher's score"
-    assert labels == {None: score, 5: f"{score}, after 5 of {len(LINES)} steps", len(LINES): score}
-
-
 @pytest.mark.parametrize("right", [None, 0], ids=["no score", "a teacher that is never right"])
 def test_without_a_share_of_a_score_the_velocity_error_stands_there(
     tmp_path: Path, right: int | None

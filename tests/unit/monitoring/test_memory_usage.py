@@ -2,7 +2,6 @@
 
 import json
 import mmap
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +9,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from ranks import run
 from recipes import recipe
 
 from wandistiller.config.run_config import RunConfig
@@ -118,25 +116,3 @@ def test_other_phases_are_in_the_next_step_s_line_and_all_peaks_in_memory_json(f
     assert memory.keys() >= {"prepare", "load", "train", "checkpoint", "draw", "export"}
     ranks = {phase: len(kinds["host_peak"]) for phase, kinds in memory.items()}
     assert ranks == dict.fromkeys(memory, 2) | {"export": 1}  # which rank 0 does alone
-
-
-COLLECTIVES = """
-import torch
-from wandistiller.distributed import collectives
-from wandistiller.monitoring import memory_usage
-collectives.init("warning")
-t = torch.ones(4)
-torch.distributed.all_reduce(t)
-before = memory_usage.read().host
-for _ in range(2000):
-    torch.distributed.all_reduce(t)
-print("KiB:", (memory_usage.read().host - before) // 1024)
-collectives.destroy()  # or torch's threads may abort as the interpreter ends (2.13)
-"""
-
-
-@pytest.mark.slow
-def test_collectives_leave_nothing_behind() -> None:
-    """torch's record of them was 1.8 MiB after 2,000."""
-    done = run([sys.executable, "-c", COLLECTIVES])
-    assert int(done.stdout.partition("KiB:")[2]) < 500, done.stdout + done.stderr

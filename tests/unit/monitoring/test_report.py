@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from ranks import write_json
 
-from wandistiller.monitoring.charts import MOST_POINTS, Chart, Line, smooth, svg, thinned
+from wandistiller.monitoring.charts import MOST_POINTS, smooth, thinned
 from wandistiller.monitoring.metrics import read_lines
 from wandistiller.monitoring.report import report, run_charts
 from wandistiller.utils.errors import ConfigError
@@ -129,15 +129,6 @@ def test_a_smooth_line_is_the_mean_of_the_last() -> None:
 def test_a_smooth_line_is_exact_again_after_a_value_that_is_out_of_all_proportion() -> None:
     points = [(step, 1e20 if step == 3 else 0.25) for step in range(9)]
     assert smooth(points, 2)[5:] == [(step, 0.25) for step in range(5, 9)]
-
-
-LINES = ([(1, 3.0)], [(1, 0.0), (2, 0.0)], [(1, -1.0), (2, 5.0)], [(5, 1e-30), (6, 1e30)])
-
-
-@pytest.mark.parametrize("points", LINES)
-def test_any_line_can_be_drawn_and_always_with_the_same_bytes(points: list[tuple[float, float]]) -> None:
-    chart = Chart("a < b", "unit", [Line("x & y", points)], True)
-    assert b"</svg>" in svg(chart) and svg(chart) == svg(chart)
 
 
 def test_an_unknown_metric_is_charted_by_its_name(begun: Path) -> None:

@@ -15,7 +15,6 @@ from wandistiller.batch import NOISED, STUDENT, Prediction
 from wandistiller.experts import Expert
 from wandistiller.flow import FlowSchedule
 from wandistiller.network.heads import add_projections
-from wandistiller.objectives.base import RunFacts
 from wandistiller.objectives.feature import FeatureMatching
 from wandistiller.objectives.objective import Objective, read_objective
 from wandistiller.objectives.script import TEACHER
@@ -135,13 +134,3 @@ def test_a_guided_teacher_s_hidden_states_are_those_of_the_text_branch(
     torch.testing.assert_close(guided_features, features, rtol=0, atol=1e-5)
     assert sorted(features) == [1, 3]
     assert not any(block._forward_hooks for block in model.blocks)
-
-
-def test_block_numbers_are_refused_under_the_key_of_their_term() -> None:
-    wrong = {"name": "feature", "blocks": [0, 4], "teacher_blocks": [1, 9]}
-    run = RunFacts(3, 6)
-    (alone, _), (summed, _) = (
-        read_objective(given).combined_problems(run) for given in (wrong, ["velocity", wrong])
-    )
-    assert alone == "recipe: `objective.blocks` is [4]. Write block numbers from 0 to 2."
-    assert summed == "recipe: `objective[1].blocks` is [4]. Write block numbers from 0 to 2."

@@ -1,6 +1,5 @@
 """Planned files of a run, against sums done by hand and against what a run then wrote."""
 
-import logging
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -14,7 +13,7 @@ from recipes import recipe
 from wandistiller.cli.main import main
 from wandistiller.config.job import Job
 from wandistiller.config.validate import read_job
-from wandistiller.planner.disk import log_disk_use, on_its_disk, written
+from wandistiller.planner.disk import on_its_disk, written
 from wandistiller.planner.machine import Machine
 from wandistiller.planner.peak_memory import plan
 from wandistiller.utils.system_memory import GIB, disk
@@ -91,15 +90,6 @@ def test_a_run_writes_the_planned_files(tmp_path: Path, wan1: Path) -> None:
     assert files.checkpoint <= states < 1.05 * files.checkpoint + 20_000  # names and places of the pieces
     assert files.student <= student < 1.05 * files.student + 20_000
     assert 0.5 * cache < files.cache < 2 * cache
-
-
-def test_the_room_on_a_run_s_disk_is_logged_before_anything_is_written(
-    published: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO):
-        log_disk_use(job(published, output_dir=str(tmp_path), max_steps=1))
-    (line,) = caplog.messages
-    assert line.startswith("disk      cache ") and line.endswith(f"free at {tmp_path}")
 
 
 MEMORY = Path("/dev/shm")

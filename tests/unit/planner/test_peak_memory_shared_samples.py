@@ -1,11 +1,10 @@
 """Plans of ranks that compute each sample together: memory, arithmetic, choices."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from planned import EIGHT_80, ON_CPU, RATES
+from planned import EIGHT_80, RATES
 from planned import published_job as job
 from slow_cases import slow_but
 
@@ -79,12 +78,6 @@ def test_an_owner_s_rank_computes_whole_samples(published: Path) -> None:
     assert one == eight
 
 
-def test_hidden_states_to_compare_are_those_of_own_tokens(published: Path) -> None:
-    use = "hidden states to compare"
-    one, eight = (parts(video(published, n, objective="feature"), "train", "student")[use] for n in (1, 8))
-    assert one == 8 * eight
-
-
 @pytest.mark.slow
 def test_a_teacher_that_is_measured_computes_whole_samples(published: Path) -> None:
     narrow = {"student_config": {"num_attention_heads": 0.4}}
@@ -111,9 +104,3 @@ def test_auto_keeps_the_recipe_s_number_of_ranks_a_sample(published: Path) -> No
     run = video(published, 4, wan=SMALL, deepspeed_config="auto", teacher_deepspeed_config=teacher)
     best = chosen(run, EIGHT_80)
     assert best.job.run.context_parallel == 4
-
-
-@pytest.mark.slow
-def test_on_cpus_a_plan_has_no_accelerator_s_memory_however_samples_are_shared(published: Path) -> None:
-    run = replace(job(published, ON_CPU, SMALL, num_frames=5, context_parallel=2))
-    assert all(phase.peak().device == 0 for phase in plan(run, ON_CPU).values())

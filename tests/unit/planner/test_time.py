@@ -1,7 +1,6 @@
 """Seconds of steps and rollouts of published Wans, against sums done by hand and a step that was measured."""
 
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +16,13 @@ from wandistiller.planner.time import EAGER, PEAKS, SHARE, Rates, Times, passes,
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB
 
-IMAGE = (16, 1, 60, 104)
 GPU = {"teacher_deepspeed_config": "gpu"}
 """A teacher whose weights stay on each GPU."""
-FAST_BUS = Rates(tflops=100, pcie=1e6)
 
 
 def whole(run: Job) -> int:
     """Bytes of one network of the teacher in bf16."""
     return 2 * sum(run.folder.config.numels.values())
-
-
-def call(run: Job) -> float:
-    """Seconds of a forward pass of the teacher on one image, without guidance."""
-    return count_flops(run.folder.config, IMAGE).forward / 1e12 / RATES.tflops
 
 
 def test_a_step_of_a_14b_s_lora_on_an_h100_is_planned_as_it_was_measured(published: Path) -> None:
@@ -45,15 +37,6 @@ def test_a_step_of_a_14b_s_lora_on_an_h100_is_planned_as_it_was_measured(publish
     before = 4 * blocks * ((310 - EAGER[0]) * 32 + (393 - EAGER[1]) * 6)
     more_calls = (17 - 13.6) * times.call("student", 4)
     assert times.step() + more_calls + before == pytest.approx(20.0, rel=0.03)
-
-
-def test_weights_that_take_longer_than_what_uses_them_are_waited_for(published: Path) -> None:
-    run, slow_bus = job(published, ONE_24), Rates(tflops=100, pcie=0.1)
-    slow, fast = (Times(run, ONE_24, rates) for rates in (slow_bus, FAST_BUS))
-    computing = fast.computing()
-    assert fast.step() == pytest.approx(sum(computing.values()) + fast.updating())
-    assert slow.moving() == pytest.approx(8 * whole(run) / 0.1e9)  # at each of eight micro-steps
-    assert slow.step() == pytest.approx(slow.moving() + computing["student"] + slow.updating())
 
 
 @pytest.mark.parametrize(
@@ -76,11 +59,6 @@ def test_of_the_teacher_s_weights_a_rank_or_its_node_fetches_its_share(
     assert fetched == pytest.approx(whole(run) * share, rel=1e-3)
 
 
-def test_a_disk_is_slower_than_the_bus(published: Path) -> None:
-    run = job(published, ONE_24, teacher_deepspeed_config="files")
-    assert Times(run, ONE_24, FAST_BUS).moving() == pytest.approx(0.9838 * whole(run) / 5e9, rel=1e-3)
-
-
 @pytest.mark.parametrize(("frames", "together"), [(1, 33), (81, 1)])
 def test_streamed_weights_come_once_for_all_micro_steps_whose_hidden_states_take_a_gib(
     published: Path, frames: int, together: int
@@ -96,38 +74,6 @@ def test_streamed_weights_come_once_for_all_micro_steps_whose_hidden_states_take
     assert Times(run, ONE_24, RATES).moving() == pytest.approx(66 / together * once)
 
 
-@pytest.mark.parametrize(("compiled", "nbytes"), [(False, 245), (True, 101)])
-def test_a_block_moves_bytes_for_each_number_of_its_state(
-    published: Path, *, compiled: bool, nbytes: int
-) -> None:
-    """40 blocks, 1560 patches of an image, 5120 wide."""
-    teacher = {"wandistiller": {"placement": "streamed", "compile": compiled}, "bf16": {"enabled": True}}
-    run = job(published, ONE_24, teacher_deepspeed_config=teacher)
-    moving, not_moving = (Times(run, ONE_24, Rates(100, 20, tbytes)) for tbytes in (1, inf))
-    seconds = moving.call("teacher", 1) - not_moving.call("teacher", 1)
-    assert seconds == pytest.approx(40 * 1560 * 5120 * nbytes / 1e12)
-
-
-@pytest.mark.parametrize(("engine", "each"), [("zero2_offload", 2e-9), ("zero2", 32 / 1e12)])
-def test_an_update_takes_time_for_each_trained_number_of_a_rank(
-    published: Path, engine: str, each: float
-) -> None:
-    run = job(published, EIGHT_80, deepspeed_config=f"ds_configs/student/{engine}.json", **GPU)
-    numel = run.networks.first.parameters.trained_numel
-    assert Times(run, EIGHT_80, Rates(100, 20, 1)).updating() == pytest.approx(numel / 8 * each)
-
-
-@pytest.mark.parametrize(("shared", "updates"), [(False, 2), (True, 2)])
-def test_a_critic_s_optimizer_takes_part_in_its_own_updates_and_in_shared_ones(
-    published: Path, *, shared: bool, updates: int
-) -> None:
-    dmd2 = {"name": "dmd2", "steps": 4, "critic_updates": updates, "shared": shared}
-    run = job(published, EIGHT_80, objective=dmd2, deepspeed_config="ds_configs/student/zero2.json", **GPU)
-    rows = run.networks.first, run.networks.others["critic"]
-    student, critic = (row.parameters.trained_numel / 8 * 32e-12 for row in rows)
-    assert Times(run, EIGHT_80, Rates(100, 20, 1)).updating() == pytest.approx(student + updates * critic)
-
-
 def test_an_owner_computes_for_all_ranks_of_its_node_and_for_those_of_a_sample_once(published: Path) -> None:
     owner = {"teacher_deepspeed_config": "ds_configs/teacher/owner.json", "num_frames": 81}
     engine = {"deepspeed_config": "ds_configs/student/zero2.json"}
@@ -138,32 +84,6 @@ def test_an_owner_computes_for_all_ranks_of_its_node_and_for_those_of_a_sample_o
     assert one.computing()["teacher"] == pytest.approx(alone * flops)
     assert four.computing()["teacher"] == pytest.approx(one.computing()["teacher"] / 4)
     assert one.rollouts() == pytest.approx(four.rollouts())
-
-
-@pytest.mark.parametrize("media", [True, False])
-def test_a_step_computes_for_the_mean_of_the_buckets_that_media_are_cut_to(
-    published: Path, tmp_path: Path, *, media: bool
-) -> None:
-    for i in range(4):
-        (tmp_path / f"{i}.txt").write_text("a red circle")
-        (tmp_path / f"{i}.png").touch()
-    data = {"data_path": str(tmp_path)} if media else {}
-    sizes = [(480, 832), (240, 416)]
-    run = job(published, ONE_24, buckets=[list(s) for s in sizes], **data)
-    each = [count_flops(run.folder.config, run.folder.latent_shape(*s, 1)).forward / 1e14 for s in sizes]
-    assert Times(run, ONE_24, RATES).call("teacher", 1) == pytest.approx(sum(each) / 2 if media else each[0])
-
-
-def test_a_head_start_takes_the_critic_s_passes_and_the_samples_for_them(published: Path) -> None:
-    """A sample takes 1.5 calls of the student to a drawn one of four steps, and one more for x0."""
-    dmd2 = {"name": "dmd2", "steps": 4, "critic_updates": 2}
-    run, plain = (job(published, EIGHT_80, objective=dmd2 | {"critic_warmup": n}, **GPU) for n in (7, 0))
-    each = count_flops(run.student_transformer, IMAGE).forward / 1e12 / RATES.tflops
-    samples = run.batch.micro * run.batch.accumulation
-    warm_up = Times(run, EIGHT_80, RATES).warm_up()  # forward, again, twice backward
-    update = Times(run, EIGHT_80, RATES, ["critic"]).updating()
-    assert warm_up == pytest.approx(7 * (samples * (4 + 2.5) * each + update), rel=1e-3)
-    assert Times(plain, EIGHT_80, RATES).warm_up() == 0
 
 
 def test_guidance_of_half_of_the_samples_saves_half_a_pass_and_no_way_of_the_weights(published: Path) -> None:
@@ -185,13 +105,6 @@ def test_a_critic_of_adapters_from_the_teacher_is_as_large_as_from_the_student(p
     )
     student, teacher = (run.networks.others["critic"].parameters for run in runs)
     assert student == teacher and all(".lora_" in name for name in teacher.trained)
-
-
-def test_rollouts_are_every_step_of_the_path_of_each_sample_on_all_gpus(published: Path) -> None:
-    more = {"rollouts_per_prompt": 3, "rollout_steps": 20, "guidance_scale": 5.0, "max_steps": 1000}
-    run = job(published, EIGHT_80, **more, **GPU)
-    seconds = len(run.items) * 3 * 2 * 20 * call(run) / 8
-    assert Times(run, EIGHT_80, RATES).rollouts() == pytest.approx(seconds)
 
 
 def test_rollouts_that_an_earlier_stage_made_are_not_counted_again(published: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("torchao")
 
-from on_ranks.quantized import FORMATS, NULL_LD, PLACEMENTS, SCALES, by_torchao, differences
+from on_ranks.quantized import FORMATS, PLACEMENTS, by_torchao, differences
 
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
@@ -27,7 +27,6 @@ from wandistiller.network.block_source import BUFFERS
 from wandistiller.network.weight_reader import CHUNK_BYTES, WeightReader
 from wandistiller.planner.teacher_memory import teacher_bytes
 from wandistiller.teacher import quantized
-from wandistiller.teacher.base import Guidance
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.loading import load_whole
 from wandistiller.teacher.quantized import (
@@ -43,7 +42,6 @@ from wandistiller.wan.folder import WanFolder
 from wandistiller.wan.pipeline import open_wan
 from wandistiller.wan.transformer_config import TransformerConfig
 
-GUIDANCE = Guidance(NULL_LD, SCALES)
 DTYPES = (torch.float32, torch.bfloat16)
 
 

@@ -77,19 +77,6 @@ def test_frames_are_spread_evenly_from_the_first_to_the_last() -> None:
     assert evenly(5, 9) == [0, 1, 2, 3, 4] and evenly(1, 3) == [0]
 
 
-def test_of_a_long_clip_nine_frames_are_a_row(tmp_path: Path) -> None:
-    save_frames(tmp_path / "frames.png", {"": [torch.zeros(3, 81, 128, 128)]}, ["a circle"])
-    assert Image.open(tmp_path / "frames.png").width == 7 * (5 * STEP // 33) + 9 * STEP
-
-
-@pytest.mark.parametrize("side", [64, 480])
-def test_labels_of_ten_samples_are_a_fortieth_of_the_width_and_so_legible_on_a_phone(side: int) -> None:
-    """Of 390 pixels they take 9."""
-    picture = grid({"student": [torch.ones(3, side, side)] * 10}, [""] * 10)
-    width = 40 * (5 * (max(128, side) + 6) // 33)
-    assert abs(picture.width - width) <= 40 and np.asarray(picture)[-1, -1].max() < 32
-
-
 @pytest.mark.parametrize(
     ("number", "columns", "rows"),
     [(1, 1, 1), (2, 2, 1), (5, 5, 1), (6, 3, 2), (7, 4, 2), (8, 4, 2), (9, 3, 3), (10, 5, 2), (12, 4, 3)],

@@ -182,24 +182,23 @@ def problems_of(act: Callable[[], object]) -> list[str]:
 
 @pytest.mark.parametrize(("name", "revision"), [(ID, "v2"), ("org/other", None), (ID, "f" * 40)])
 def test_what_an_offline_cache_lacks_is_named(cached: Path, name: str, revision: str | None) -> None:
-    assert problems_of(lambda: open_wan(name, revision=revision)) == [
-        f"{name}: no such folder here, and revision `{revision or 'main'}` of that hub id is not "
-        f"in {cached}, and this machine is offline (HF_HUB_OFFLINE). Where there is a network, run: "
-        f"hf download {name} --revision {revision or 'main'} --include '*.json' --cache-dir hub (the JSON "
-        "files are enough for plan and dry runs); then copy what is in the folder hub/ into "
-        f"{cached} of this machine."
-    ]
+    (problem,) = problems_of(lambda: open_wan(name, revision=revision))
+    assert problem.startswith(
+        f"{name}: no such folder here, and revision `{revision or 'main'}` of that hub id"
+    )
+    assert f"run: hf download {name} --revision {revision or 'main'} --include '*.json' " in problem
 
 
 def test_weights_that_an_offline_cache_lacks_are_named_by_their_part(cached: Path) -> None:
     for file in (snapshot(cached) / "vae").glob("*.safetensors"):
         file.unlink()
-    assert problems_of(lambda: open_wan(ID).require_weights()) == [
-        f"{ID}: no .safetensors file in vae/. It is not in {cached}, and this machine is offline "
-        f"(HF_HUB_OFFLINE). Where there is a network, run: hf download {ID} --revision {COMMIT} "
-        "--include '*.json' --include '*.safetensors' --include '*spiece.model' --include README.md "
-        f"--cache-dir hub; then copy what is in the folder hub/ into {cached} of this machine."
-    ]
+    (problem,) = problems_of(lambda: open_wan(ID).require_weights())
+    assert problem.startswith(
+        f"{ID}: no .safetensors file in vae/. It is not in {cached}, and this machine is off"
+    )
+    assert (
+        f"run: hf download {ID} --revision {COMMIT} --include '*.json' --include '*.safetensors' " in problem
+    )
 
 
 def test_a_hub_that_cannot_be_reached_is_named(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
