@@ -71,7 +71,8 @@ class NetworkBuilder:
         """Make a network as its row says, prepared to learn or to be called. Collective."""
         merges = self.job.run.merge_text_padding
         computing = Computing.of(row.engine, merges_padding=merges, ranks=self.ranks)
-        network = Network.made(row.config, self._weights(row)).prepare(
+        # a ZeRO-3 engine leaves the tables where they are (deepspeed 0.19.8)
+        network = Network.made(row.config, self._weights(row), collectives.device()).prepare(
             row.trained,
             begin=partial(self._begin, row),
             base=self._bases[row.base] if row.weights == SHARED else None,
