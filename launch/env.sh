@@ -20,6 +20,10 @@ command -v g++ >/dev/null || { echo "A C++ compiler is missing; on Debian or Ubu
 gpus="" # CUDA_VISIBLE_DEVICES= hides them
 if [ "${CUDA_VISIBLE_DEVICES-all}" != "" ] && nvidia-smi -L >/dev/null 2>&1; then gpus=yes; fi
 if [ "$gpus" ]; then # before gigabytes are fetched: torch 2.13.0 of PyPI is built for CUDA 13
+  if [[ ${CUDA_VISIBLE_DEVICES-} =~ [^0-9,] ]]; then
+    echo "error: CUDA_VISIBLE_DEVICES is $CUDA_VISIBLE_DEVICES, and deepspeed takes numbers alone; nvidia-smi -L shows them." >&2
+    exit 2
+  fi
   IFS=", " read -r driver capability < <(nvidia-smi --query-gpu=driver_version,compute_cap --format=csv,noheader | sort -t, -k2 | head -n 1)
   if [ -z "${TORCH_INDEX-}" ] && { ((${driver%%.*} < 580)) || ((${capability/./} < 75)); }; then
     echo "error: CUDA 13 of torch 2.13.0 needs a driver from 580 on and GPUs of compute capability 7.5 or more; here are $driver and $capability." >&2
@@ -43,14 +47,11 @@ if [ "$(cat .venv/wanted 2>/dev/null)" != "$wanted" ]; then
   .venv/bin/pip install -q --no-compile -r launch/requirements.txt -e .
   echo "$wanted" >.venv/wanted
 fi
-RANKS=$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count() or 2)')
+RANKS=2
+if [ "$gpus" ]; then RANKS=$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count() or 2)'); fi
 while ((16 % RANKS)); do ((RANKS--)); done # what the batch of the quick start can be shared among
 here=(--num_gpus "$RANKS") # for which `deepspeed` ignores CUDA_VISIBLE_DEVICES (0.19.8)
 if [ "$gpus" ] && [ "${CUDA_VISIBLE_DEVICES-}" ]; then
-  if [[ $CUDA_VISIBLE_DEVICES =~ [^0-9,] ]]; then
-    echo "error: CUDA_VISIBLE_DEVICES is $CUDA_VISIBLE_DEVICES, and deepspeed takes numbers alone; nvidia-smi -L shows them." >&2
-    exit 2
-  fi
   here=(--include "localhost:$(cut -d, -f"1-$RANKS" <<<"$CUDA_VISIBLE_DEVICES")")
 fi
 export PATH="$PWD/.venv/bin:$PATH"

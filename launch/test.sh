@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The tests, in the environment of quickstart.sh.
-#   bash launch/test.sh            the default suite: 10 to 15 minutes on two cores
+#   bash launch/test.sh            the default suite: about 9 minutes on two cores
 #   bash launch/test.sh --all      also the tests marked slow and multinode: over two hours
 #   bash launch/test.sh --simulated-gpu    those on simulated GPUs, slow ones too: up to an hour
 #   bash launch/test.sh -x -k flow    other arguments go to pytest

@@ -57,25 +57,6 @@ def test_losses_and_weights_after_two_steps_of_prompts_alone_equal_those_of_plai
     assert not list((folder / "own" / "latents").rglob("*.safetensors"))  # no rollout is made
 
 
-PLACEMENTS = {
-    "replicated": {"zero_optimization": {"stage": 0}},
-    "streamed": {"wandistiller": {"placement": "streamed"}},
-}
-
-
-@pytest.mark.slow
-def test_a_teacher_of_all_micro_steps_at_once_has_the_losses_of_replicas_bitwise(
-    folder: Path, wan2: Path
-) -> None:
-    dmd2 = {"name": "dmd2", "steps": 4, "sampler": "renoise", "critic_updates": 1}
-    joint = [dmd2, {"name": "consistency"}]
-    replicas, swept = (
-        trained(folder, wan2, f"joint_{n}", 2, objective=joint, teacher_deepspeed_config=PLACEMENTS[n])
-        for n in ("replicated", "streamed")
-    )
-    assert losses(replicas) == losses(swept)
-
-
 @pytest.mark.slow
 def test_a_critic_with_fewer_updates_goes_on_where_the_run_is_in_its_schedule(
     folder: Path, wan2: Path

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
 from PIL import Image
 from ranks import edit_json, wandistiller
 from safetensors.torch import load_file
@@ -33,6 +34,14 @@ def test_output_folder_holds_what_is_promised_and_its_recipe_can_be_passed_back_
     assert Image.open(finished / "samples" / "step_00000002.png").width == 7 * 13 + 3 * (128 + 6)
     done = wandistiller("train", "--recipe", finished / "resolved" / "run.json", "--dry_run", ranks=2)
     assert "dry run: nothing was loaded or written" in done.stderr
+
+
+def test_the_export_is_stored_as_diffusers_would_load_it_in_bfloat16(finished: Path) -> None:
+    folder = finished / "student" / "transformer"
+    stored = load_file(folder / "diffusion_pytorch_model.safetensors")
+    model = WanTransformer3DModel.from_pretrained(folder, dtype=torch.bfloat16)
+    assert {n: t.dtype for n, t in stored.items()} == {n: p.dtype for n, p in model.named_parameters()}
+    assert {t.dtype for t in stored.values()} == {torch.bfloat16, torch.float32}
 
 
 def test_an_export_into_a_checkpoint_is_refused(finished: Path, capsys: pytest.CaptureFixture) -> None:

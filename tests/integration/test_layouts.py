@@ -32,12 +32,11 @@ def on_ranks(tmp_path_factory: pytest.TempPathFactory, wan2: Path) -> Results:
     return results
 
 
-def on_two_ranks(name: str, precision: str, on_ranks: Results) -> dict[str, Any]:
-    """All tasks of an engine on two ranks, and the run of BETWEEN."""
+def on_two_ranks(name: str, precision: str, on_ranks: Results, *others: str) -> dict[str, Any]:
+    """The runs of BETWEEN and of an engine on two ranks, of this one also resumed, and other tasks."""
     if not runs_here(name):
         pytest.skip("no libaio here")
     engine = f"{name} {precision}"
-    others = [f"{BETWEEN}>{engine}", f"{engine}>{BETWEEN}"] if precision == "float32" else []
     return on_ranks(2, *dict.fromkeys([BETWEEN, engine, f"{engine}>{engine}", *others]))
 
 
@@ -55,10 +54,12 @@ def test_a_resumed_run_is_bitwise_equal(name: str, precision: str, on_ranks: Res
     assert found[f"{engine}>{engine}"] == whole | {"losses": whole["losses"][CUT:]}
 
 
-@pytest.mark.parametrize("name", slow_but([OTHER.split()[0]], OTHERS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
 def test_the_curve_goes_on_under_another_stage_or_offload(name: str, on_ranks: Results) -> None:
-    found, engine = on_two_ranks(name, "float32", on_ranks), f"{name} float32"
-    for task in (f"{BETWEEN}>{engine}", f"{engine}>{BETWEEN}"):
+    tasks = f"{BETWEEN}>{name} float32", f"{name} float32>{BETWEEN}"
+    found = on_two_ranks(name, "float32", on_ranks, *tasks)
+    for task in tasks:
         assert found[task]["losses"] == rest(found), task
 
 

@@ -105,7 +105,7 @@ def test_every_engine_skips_a_step_that_is_not_finite(name: str) -> None:
     assert differ(everything(broken), everything(whole)) == []
 
 
-SMALL: dict[str, Any] = {"save_every": 3, "max_steps": 6, "sample_steps": 1, "guidance_scale": 1.0}
+SMALL: dict[str, Any] = {"save_every": 3, "max_steps": 6, "sample_prompts": [], "guidance_scale": 1.0}
 
 
 def run_of(folder: Path, wan: Path, name: str, **more: Any) -> dict[str, Any]:

@@ -18,19 +18,14 @@ WHEEL = "pip wheel -q --no-deps --no-build-isolation -w"
 
 
 @pytest.fixture(scope="module", params=slow_but(["wheel"], ["wheel", "sdist"]))
-def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The distribution that pip gets."""
-    folder = tmp_path_factory.mktemp("distribution")
-    sdist = [sys.executable, "setup.py", "-q", "sdist", "--dist-dir", str(folder)]
-    run(sdist if request.param == "sdist" else [sys.executable, "-m", *WHEEL.split(), str(folder), "."])
-    return next(folder.glob("wandistiller-*"))
-
-
-@pytest.fixture(scope="module")
-def site(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder into which pip has installed this package alone."""
-    folder = tmp_path_factory.mktemp("site")
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
+def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which pip has installed this package alone, by a wheel of this folder or of the sdist."""
+    folder, source = tmp_path_factory.mktemp("site"), ROOT
+    if request.param == "sdist":
+        made = tmp_path_factory.mktemp("distribution")
+        run([sys.executable, "setup.py", "-q", "sdist", "--dist-dir", str(made)])
+        source = next(made.glob("wandistiller-*"))
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-compile"]
     run([*pip, "--target", str(folder), str(source)])
     return folder
 
@@ -43,19 +38,24 @@ def test_installation_holds_every_tracked_file_but_the_makers_of_the_teachers(pa
     assert tracked and missing == {file for file in tracked if file.startswith("wandistiller/tiny/making/")}
 
 
+def test_the_installed_package_finds_its_data_outside_the_checkout(site: Path, tmp_path: Path) -> None:
+    code = "from wandistiller.utils.files import TINY, shipped; "
+    code += "print(*TINY.values(), shipped('ds_configs/recipes/quickstart.json'), sep='\\n')"
+    found = run([sys.executable, "-c", code], cwd=tmp_path, PYTHONPATH=str(site)).stdout.splitlines()
+    assert len(found) > 1 and all(Path(path).exists() and path.startswith(str(site)) for path in found)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "printed"),
-    slow_but(
-        [(PLAN, "a step takes about")],
-        [
-            ("doctor", "software "),
-            (PLAN, "a step takes about"),
-            (f"train {QUICK} --output_dir run --dry_run", "0 of 1008 rows have media"),
-        ],
-    ),
+    [
+        ("doctor", "software "),
+        (PLAN, "a step takes about"),
+        (f"train {QUICK} --output_dir run --dry_run", "0 of 1008 rows have media"),
+    ],
     ids=["doctor", "plan", "train"],
 )
-def test_the_installed_command_finds_its_data_outside_the_checkout(
+def test_the_installed_command_works_outside_the_checkout(
     command: str, printed: str, site: Path, tmp_path: Path
 ) -> None:
     done = run([str(site / "bin" / "wandistiller"), *command.split()], cwd=tmp_path, PYTHONPATH=str(site))
@@ -63,7 +63,7 @@ def test_the_installed_command_finds_its_data_outside_the_checkout(
 
 
 def test_the_version_is_the_one_in_the_package(site: Path, tmp_path: Path) -> None:
-    done = run([sys.executable, "-m", "wandistiller", "--version"], cwd=tmp_path, PYTHONPATH=str(site))
+    done = run([str(site / "bin" / "wandistiller"), "--version"], cwd=tmp_path, PYTHONPATH=str(site))
     assert done.stdout.split()[-1] == __version__
     assert (site / f"wandistiller-{__version__}.dist-info").is_dir()
 

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from checkpointed import equal
-from diffusers import WanPipeline
 from ranks import losses, metrics, wandistiller, write_json
 from recipes import recipe, student_engine
 from slow_cases import slow_but
@@ -85,17 +84,6 @@ def test_exits_are_those_of_the_trained_expert(whole: Path) -> None:
     few = few_steps(SHIFT, 4, 0.875)
     assert all(few.expert(int(call)) is HIGH for call in high)
     assert all(few.expert(int(call)) is LOW for call in low)
-
-
-@pytest.mark.slow
-def test_the_student_is_an_ordinary_pipeline_of_two_experts(whole: Path) -> None:
-    pipe = WanPipeline.from_pretrained(whole / "student", dtype=torch.float32)
-    size = {"height": 32, "width": 32, "num_frames": 1, "guidance_scale": 1.0}
-    assert pipe("a red circle", num_inference_steps=4, **size).frames[0].shape[-1] == 3
-    assert pipe.config.boundary_ratio == pytest.approx(few_steps(SHIFT, 4, 0.875).boundary)
-    low = weights(whole / "3_low", 3, LOW)
-    kept = {name: p for name, p in pipe.transformer_2.named_parameters() if "norm2" in name}  # in float32
-    assert kept and all(torch.equal(p, low[name]) for name, p in kept.items())
 
 
 def test_a_plan_counts_one_expert_of_each_role_and_the_finished_one(folder: Path, wan2: Path) -> None:

@@ -60,8 +60,8 @@ def test_sampling_a_run_is_sampling_its_teacher_with_its_file_bitwise(
 ) -> None:
     of_run = drawn(folder, "of_run", "--model", run)
     assert of_run == drawn(folder, "by_file", "--lora", run / "lora.safetensors", "--model", wan1)
-    assert of_run == drawn(folder, "by_folder", "--lora", run)
-    assert of_run != drawn(folder, "of_teacher", "--model", wan1, "--steps", "4")
+    weights = load_file(run / "lora.safetensors")
+    assert all(value.any() for name, value in weights.items() if ".lora_B." in name)
 
 
 def test_stock_diffusers_draws_the_same_with_the_file_and_the_card_s_scheduler(

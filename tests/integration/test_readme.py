@@ -142,10 +142,9 @@ def assert_row_is_printed(row: list[str], printed: str) -> None:
     assert hours == pytest.approx([int(train), int(prepare)], abs=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("many_prompts", "quiet_logging")
-@pytest.mark.parametrize(
-    "row", slow_but([r for r in MACHINES if recipe_of(r) == "4x24_wan2.1_14b"], MACHINES), ids=recipe_of
-)
+@pytest.mark.parametrize("row", MACHINES, ids=recipe_of)
 def test_a_row_of_the_readme_is_what_plan_prints(row: list[str], capsys: pytest.CaptureFixture) -> None:
     machine, wan, makes, device, host, disk, hours, _ = row
     (count, each), (of_run, of_host) = re.findall(r"\d+", machine), host.split(" of ")
@@ -192,8 +191,9 @@ def test_what_plan_recommends_fits_the_same_machine(command: Command, capsys: py
     assert "\nfits: " in printed and "NOT fit" not in printed
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("many_prompts", "quiet_logging")
-@pytest.mark.parametrize("row", slow_but([], FEW_STEPS), ids=lambda row: row[0])
+@pytest.mark.parametrize("row", FEW_STEPS, ids=lambda row: row[0])
 def test_a_row_of_the_recipes_in_stages_is_what_plan_prints(
     row: list[str], capsys: pytest.CaptureFixture
 ) -> None:
@@ -221,8 +221,9 @@ def of_adapters(row: list[str]) -> tuple[str, str]:
     return f"ds_configs/machines/{name}", f"{count}x{each}{wan}_{row[2]}"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("many_prompts", "quiet_logging")
-@pytest.mark.parametrize("row", slow_but([], ADAPTERS), ids=lambda row: of_adapters(row)[1])
+@pytest.mark.parametrize("row", ADAPTERS, ids=lambda row: of_adapters(row)[1])
 def test_a_row_of_adapters_is_what_plan_prints(row: list[str], capsys: pytest.CaptureFixture) -> None:
     machine, _, frames, device, host, disk, hours, flags = row
     count, each, of_host = re.findall(r"\d+", machine)
@@ -236,8 +237,9 @@ def test_a_row_of_adapters_is_what_plan_prints(row: list[str], capsys: pytest.Ca
     assert in_hours(printed, r"for \d+ steps") == pytest.approx([*map(float, hours.split(", "))], abs=0.6)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quiet_logging")
-@pytest.mark.parametrize("row", slow_but([], FIRST_FRAMES), ids=lambda row: "_".join(row[1:3]))
+@pytest.mark.parametrize("row", FIRST_FRAMES, ids=lambda row: "_".join(row[1:3]))
 def test_a_row_of_image_to_video_recipes_is_what_plan_prints(
     row: list[str], folder: Path, capsys: pytest.CaptureFixture
 ) -> None:

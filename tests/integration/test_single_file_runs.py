@@ -66,6 +66,7 @@ def test_the_same_command_resumes_and_a_dry_run_fetches_nothing(
     assert len(losses(run)) == 2
 
 
+@pytest.mark.slow
 def test_pictures_of_files_are_those_of_the_folder(teachers: dict[str, Path | str], tmp_path: Path) -> None:
     pictures = []
     for name, teacher in teachers.items():

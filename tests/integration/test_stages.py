@@ -26,7 +26,7 @@ FOLDERS = ("1_match", "2_consistency", "3_dmd2")
 
 def staged(folder: Path, wan: Path, name: str, **more: Any) -> Path:
     """Write a recipe of three stages; return its file."""
-    usual = {"output_dir": str(folder / name), "stages": STAGES, "save_every": 1}
+    usual = {"output_dir": str(folder / name), "stages": STAGES, "save_every": 1, "sample_prompts": []}
     given = recipe(folder, wan, **usual | more)
     del given["max_steps"]
     return write_json(folder / f"{name}.json", given)
@@ -46,7 +46,7 @@ def whole(folder: Path, wan2: Path) -> Path:
 
 def test_each_stage_is_a_run_folder_and_the_student_is_the_last_one_s(whole: Path) -> None:
     for name in FOLDERS:
-        assert {"DONE", "metrics.jsonl", "checkpoints", "samples", "student", "logs"} <= {
+        assert {"DONE", "metrics.jsonl", "checkpoints", "student", "logs"} <= {
             file.name for file in (whole / name).iterdir()
         }
     last, student = (whole / name / "student" for name in ("3_dmd2", "."))

@@ -71,7 +71,7 @@ def test_a_run_is_that_of_the_teacher_of_merged_weights_bitwise(
 
 @pytest.fixture(scope="module")
 def adapters(folder: Path, wan2: Path, file: Path) -> Path:
-    given = RUN | LORA | {"teacher_deepspeed_config": PLACEMENTS["streamed"]}
+    given = RUN | LORA | {"teacher_deepspeed_config": PLACEMENTS["streamed"], "sample_prompts": []}
     return train(folder, wan2, "adapters", ranks=1, **given, **added(file))
 
 

@@ -8,7 +8,7 @@ import pytest
 from gpu_runs import FLOAT32, on_both
 from on_ranks.tuning import waits_of_an_update
 from ranks import STUDENTS, call, program, runs_here
-from recipes import train
+from recipes import student_engine, train
 from simulated import Simulated, simulated_gpu
 
 from wandistiller.utils.files import read_json
@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.simulated, simulated_gpu]
 
 def test_a_student_on_a_gpu_learns_bitwise_what_one_on_a_cpu_learns(wan1: Path, tmp_path: Path) -> None:
     streamed = read_json("ds_configs/teacher/streamed.json") | FLOAT32
-    found = on_both(tmp_path, wan1, teacher_deepspeed_config=streamed, max_steps=2)
+    short = {"max_steps": 2, "deepspeed_config": student_engine(2, train_batch_size=2), "sample_prompts": []}
+    found = on_both(tmp_path, wan1, teacher_deepspeed_config=streamed, **short)
     assert found.gpu == found.cpu and found.reports == ""
 
 

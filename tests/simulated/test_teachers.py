@@ -14,14 +14,7 @@ from transformers import UMT5Config, UMT5EncoderModel
 
 from wandistiller.utils.files import read_json
 
-pytestmark = [pytest.mark.simulated, simulated_gpu]
-
-USUAL = [
-    "streamed float32 1",
-    "zero_inference_cpu bfloat16 1",
-    "files float32 1",
-    "device_map_balanced float32 2",
-]
+pytestmark = [pytest.mark.simulated, pytest.mark.slow, simulated_gpu]
 
 
 def on_gpus(ranks: int, wan: Path, work: Path, tasks: list[str]) -> dict[str, float]:
@@ -32,12 +25,6 @@ def on_gpus(ranks: int, wan: Path, work: Path, tasks: list[str]) -> dict[str, fl
     return {task: max(of_rank[task] for of_rank in found) for task in tasks}
 
 
-@pytest.mark.slow
-def test_four_placements_are_bitwise_diffusers_on_a_gpu(wan2: Path, tmp_path: Path) -> None:
-    assert on_gpus(1, wan2, tmp_path, USUAL) == dict.fromkeys(USUAL, 0)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", [n for n in TEACHERS if n != "zero_inference_nvme" or has_async_io()])
 def test_every_placement_is_bitwise_diffusers_on_gpus(
@@ -47,7 +34,6 @@ def test_every_placement_is_bitwise_diffusers_on_gpus(
     assert on_gpus(ranks, wan2, tmp_path, tasks) == dict.fromkeys(tasks, 0)
 
 
-@pytest.mark.slow
 def test_a_streamed_teacher_is_freed_after_its_last_copy_and_leaves_nothing(
     wan2: Path, tmp_path: Path
 ) -> None:
@@ -57,13 +43,11 @@ def test_a_streamed_teacher_is_freed_after_its_last_copy_and_leaves_nothing(
     assert devices.reports() == ""
 
 
-@pytest.mark.slow
 def test_the_thread_that_reads_blocks_uses_the_gpu_of_its_rank_alone(wan2: Path, tmp_path: Path) -> None:
     start = partial(program, gpus=Simulated(tmp_path, gpus=2))
     assert call(simulated_gpus.gpus_of_reads, wan2, ranks=2, start=start) == [{0}, {1}]
 
 
-@pytest.mark.slow
 def test_a_text_encoder_that_does_not_fit_the_gpu_gives_the_same_bits_from_cpu_memory(
     wan2: Path, copy_of: Callable[..., Path], tmp_path: Path
 ) -> None:
