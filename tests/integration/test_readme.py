@@ -66,7 +66,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_texts_have_a_training_command_for_every_published_wan() -> None:
-    assert {c.value("--teacher_path") for c in DRY} >= set(PUBLISHED)
+    recipes = [read_json(file) for c in DRY if (file := c.value("--recipe"))]
+    teachers = {c.value("--teacher_path") for c in DRY} | {recipe["teacher_path"] for recipe in recipes}
+    assert teachers >= set(PUBLISHED)
 
 
 @pytest.mark.usefixtures("folder", "quiet_logging")
@@ -164,9 +166,6 @@ def test_a_row_of_the_readme_is_what_plan_prints(row: list[str], capsys: pytest.
     if student := re.search(r"student of ([\d.]+)B", makes):
         parameters = float(re.search(r"^student +([\d.]+)M", printed, re.MULTILINE)[1])
         assert f"{parameters / 1000:.1f}" == student[1]
-        step = re.search(r"a step takes about ([\d.]+ \w+)", printed)[1]
-        rows = table_rows("ds_configs/README.md", r"`\d+x\d+_")
-        assert [cells[-1] for cells in rows if f"`{recipe_of(row)}.json`" in cells[0]] == [step]
 
 
 @pytest.mark.slow
