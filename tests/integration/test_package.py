@@ -50,7 +50,7 @@ def test_installation_holds_every_tracked_file_but_the_makers_of_the_teachers(pa
         [
             ("doctor", "software "),
             (PLAN, "a step takes about"),
-            (f"train {QUICK} --output_dir run --dry_run", "0 of 1008 rows have media"),
+            (f"train {QUICK} --output_dir run --dry_run", "1008 rows, 0 with an image or video"),
         ],
     ),
     ids=["doctor", "plan", "train"],

@@ -289,7 +289,7 @@ def test_a_checkpoint_of_adapters_takes_memory_for_one_of_their_tensors(publishe
         key: recipe[key] for key in ("lora", "deepspeed_config", "teacher_deepspeed_config", "batch_size")
     }
     phase = plan(job(published, ONE_24, **more), ONE_24, coding=False)["checkpoint"]
-    assert phase.lasting["a tensor"].host == 4 * 64 * 5120
+    assert phase.lasting["a tensor to write"].host == 4 * 64 * 5120
 
 
 def test_checkpoints_in_cpu_memory_are_planned_there(published: Path) -> None:
