@@ -34,7 +34,8 @@ def quick_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     wandistiller("train", *flags.split(), cwd=made)
     for name in ("quarter", "two_steps", "few_step", "video", "few_step_video"):
         (made / "runs" / name).symlink_to(made / "runs" / "quickstart")
-    wandistiller("train", *flags.replace("quickstart.json", "lora.json").split(), cwd=made)
+    for recipe in ("lora.json", "any_step.json"):
+        wandistiller("train", *flags.replace("quickstart.json", recipe).split(), cwd=made)
     (made / "runs" / "lora_video").symlink_to(made / "runs" / "lora")
     of_first_frames = flags.replace("quickstart.json", "lora_i2v.json").replace("--data_path three.txt", "")
     wandistiller("train", *of_first_frames.split(), cwd=made)

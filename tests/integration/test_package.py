@@ -51,7 +51,7 @@ def test_the_installed_package_finds_its_data_outside_the_checkout(site: Path, t
     [
         ("doctor", "software "),
         (PLAN, "a step takes about"),
-        (f"train {QUICK} --output_dir run --dry_run", "0 of 1008 rows have media"),
+        (f"train {QUICK} --output_dir run --dry_run", "1008 rows, 0 with an image or video"),
     ],
     ids=["doctor", "plan", "train"],
 )

@@ -46,17 +46,15 @@ class PlanFlags(RunFlags):
     """Flags of `plan`: those of `train`, the machine, and what to print and write."""
 
     gpus: Index | None = _machine(
-        None, "of a node, a rank each; default those here; 0: ranks on CPUs, one or a launcher's"
+        None, "GPUs of a node, a rank each; default those here; 0: ranks on CPUs, one or a launcher's"
     )
-    gpu_memory: Gib | None = _machine(None, "of each GPU; default what is free here", metavar="GIB")
+    gpu_memory: Gib | None = _machine(None, "memory of each GPU; default what is free here", metavar="GIB")
     gpu_name: str | None = _machine(
-        None, "of each GPU, such as H100, for its usual rates; default by its memory", metavar="NAME"
+        None, "kind of GPU, such as H100, for its usual rates; default by its memory", metavar="NAME"
     )
-    host_memory: Gib | None = _machine(None, "of a node; default what is free here", metavar="GIB")
-    disk: Gib | None = _machine(
-        None, "of a node, for the swap folder; default what is free here", metavar="GIB"
-    )
-    nodes: Count | None = _machine(None, "default 1, or a launcher's")
+    host_memory: Gib | None = _machine(None, "CPU memory of a node; default what is free here", metavar="GIB")
+    disk: Gib | None = _machine(None, "free disk of a node; default what is free here", metavar="GIB")
+    nodes: Count | None = _machine(None, "number of nodes; default 1, or a launcher's")
     price_per_gpu_hour: Price | None = _machine(None, "print the cost of the run too")
     recommend: Path | None = _machine(
         None, "write the recipe with the simplest JSONs that fit", metavar="FILE"

@@ -102,7 +102,7 @@ def _of_run(
     text, short = report(job, with_disk(job, False), Times(job, machine, rates), here, price)
     room = with_disk(job, True)
     fits = [*choices(job, room, here=here, by_teacher=True)]
-    lines += [*text, "", "shipped JSONs that fit, the simplest first:" if fits else "no shipped JSONs fit"]
+    lines += [*text, "", "JSONs of ds_configs/ that fit, the simplest first:" if fits else "no JSONs fit"]
     for choice in fits:
         changes = choice.job.teacher.weights not in (None, job.teacher.weights)
         lines.append(

@@ -28,8 +28,8 @@ from wandistiller.utils.system_memory import GIB
 
 KINDS = {
     "GPU": lambda b: b.device + b.transient,
-    "CPU, of its own": lambda b: b.host,
-    "CPU, of all ranks of a node": lambda b: b.node,
+    "CPU memory of a rank": lambda b: b.host,
+    "CPU memory that the ranks of a node share": lambda b: b.node,
     "disk": lambda b: b.disk,
 }
 """Kind of memory -> its bytes in a part of a phase."""
@@ -71,7 +71,7 @@ def report(
         *_table(phases, machine),
         f"student's activations: {recomputed} with checkpointing{as_said * recomputes}, "
         f"{stored} without{as_said * (not recomputes)}",
-        f"files of all ranks: {files}",
+        f"files on disk: {files}",
         "",
         *_step(job, times),
         "",
@@ -100,13 +100,13 @@ def _table(phases: dict[str, PhasePeak], machine: Machine) -> list[str]:
         rows = dict.fromkeys(part for column in columns.values() for part, n in column.items() if n)
         if rows:
             peaks = [phase.peak() for phase in phases.values()]
-            lines += ["", f"{f'{kind}: GiB of one rank':<56}{''.join(f'{name:>12}' for name in phases)}"]
+            lines += ["", f"{f'{kind}, GiB':<56}{''.join(f'{name:>12}' for name in phases)}"]
             lines += [_row(part, (column.get(part, 0) for column in columns.values())) for part in rows]
             lines.append(_row("at its peak", map(taken, peaks)))
-            if kind == "CPU, of its own" and any(peak.pinned for peak in peaks):
-                lines.append(_row("of it pinned, at most", (peak.pinned for peak in peaks)))
+            if kind == "CPU memory of a rank" and any(peak.pinned for peak in peaks):
+                lines.append(_row("of these page-locked, at most", (peak.pinned for peak in peaks)))
     reserves = [f"{d.reserve / GIB:.2f} GiB {d.where}" for d in demands([], machine)]
-    why = "reserve: of a GPU its allocator's slack, elsewhere data, file cache and other processes"
+    why = "reserve: on a GPU for gaps of its allocator, else for data, file cache and other processes"
     return [*lines[1:], "", why, f"reserve: {', '.join(reserves)}"]
 
 
@@ -126,7 +126,7 @@ def _step(job: Job, times: Times) -> list[str]:
     parts += f", {duration(times.updating())} the optimizer"
     lines = [f"a step takes about {duration(times.step())} at {rate}: {parts}"]
     if moving := times.moving():
-        lines.append(f"meanwhile the teacher's weights are on their way for {duration(moving)}")
+        lines.append(f"meanwhile the teacher's weights arrive, in {duration(moving)}")
     made = [
         " and ".join(f"{count:.3g} {kind}" for kind, count in each._asdict().items() if count)
         + f" of the {role}"
@@ -138,7 +138,7 @@ def _step(job: Job, times: Times) -> list[str]:
         updates = len(job.objective.updates)
         each = ", ".join(f"{number:.3g} for {purpose}" for purpose, number in sweeps.items())
         mean = sum(sweeps.values()) / updates
-        lines.append(f"sweeps of the shared base: {mean:.2g} an update; in a step of {updates}, {each}")
+        lines.append(f"passes over the shared weights: {mean:.2g} an update; in a step of {updates}, {each}")
     return lines
 
 
@@ -152,10 +152,10 @@ def _whole_run(job: Job, machine: Machine, times: Times, price: float | None) ->
         whole += f", and {duration(rollouts)} for the teacher's rollouts if the cache is empty"
     lines = [
         whole,
-        "encoding, measurements, pictures and what ranks send each other come on top",
+        "not counted: encoding, measurements, pictures, what ranks send each other",
         f"it trains on {samples} samples; the data have {available}, "
-        f"so each is seen {samples / available:.1f} times",
-        f"for each to be seen only once, bring {-(-samples // run.rollouts_per_prompt)} prompts",
+        f"so each is seen {round(samples / available, 2):g} times",
+        f"with {-(-samples // run.rollouts_per_prompt)} prompts each would be seen once",
     ]
     if price is not None:
         lines.append(f"it costs about {cost(times.whole(), machine, price)}")
@@ -182,7 +182,7 @@ def _fit(job: Job, needed: list[Demand], files: DiskUse) -> list[str]:
         return [
             *(f"without the teacher: {d.need / GIB:.1f} of {d.supply}" for d in needed),
             f"whether it fits is not known: accelerate finds a place for the teacher's {weights:.1f} GiB "
-            "when it loads them; neither they nor their way to it are counted",
+            "when it loads them; this plan does not count them",
         ]
     return [f"fits: {d.need / GIB:.1f} of {d.supply}" for d in needed]
 
@@ -230,7 +230,7 @@ def verdict(planned: list[Planned]) -> list[str]:
     lines = [f"verdict: it does NOT fit{': stage ' * bool(names[0])}{', '.join(names)}"]
     if fitting := _fitting_flags(planned):
         return [*lines, "it fits with", f"  {fitting}"]
-    lines.append(f"no shipped JSONs hold it here. {HELPS}")
+    lines.append(f"no JSONs hold it here. {HELPS}")
     job = planned[0].job
     if job.run.lora is None:
         recipe = LORAS[len(job.folder.configs) == 2, job.folder.config.takes_image]

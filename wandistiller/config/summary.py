@@ -47,7 +47,7 @@ def summary(job: Job) -> list[str]:
         f"student   {student / 1e6:.1f}M parameters, {len(job.networks.student)} expert(s) of "
         f"{layers} layers, from {job.student.init}, ZeRO stage {job.student_engine.stage}, "
         f"{job.student_engine.precision}",
-        f"data      {media} of {len(job.items)} rows have media, "
+        f"data      {len(job.items)} rows, {media} with an image or video, "
         f"{r.height}x{r.width}, {r.num_frames} frame(s){left_out}",
         *(f"{key:<9} {in_words(value)}" for key, value in tuned.items()),
         *start_lines(job),

@@ -34,7 +34,7 @@ def with_kernels(job: Job, machine: Machine, *, here: bool) -> tuple[Job, list[s
         )
         why = next(filter(None, collectives.gather_objects(why)), "")
         is_compiled = not why
-        lines = [f"chosen    eager blocks, as {why}" if why else "chosen    compiled blocks"]
+        lines = [f"chosen    no torch.compile: {why}" if why else "chosen    torch.compile"]
     if not is_compiled:
         return job, lines
     if teacher.engine.is_compile_open and teacher.compiles():
@@ -54,8 +54,8 @@ def why_eager(*, bf16_gpu: bool, compiler: bool, whole: bool, teacher: bool, hou
     reasons = {
         "there is no GPU that computes in bf16": not bf16_gpu,
         "Triton, a C compiler or Python.h is missing (apt install g++ python3-dev)": not compiler,
-        "ZeRO-3, and recomputing parts of blocks, work on eager ones": not whole,
-        "the teacher's JSON keeps its blocks eager, and both must round alike": not teacher,
+        "ZeRO-3, and recomputing parts of blocks, do not work with it": not whole,
+        "the teacher's JSON excludes it, and both must round alike": not teacher,
         f"about {60 * hours:.0f} minutes of steps do not pay for it": hours < LEAST_HOURS,
     }
     return next((why for why, is_so in reasons.items() if is_so), "")

@@ -206,9 +206,9 @@ class _Planner:
                 },
             ),
             "train": PhasePeak(networks, {"teacher": call | hidden_states(j, self.tokens[0])} | steps),
-            "checkpoint": PhasePeak(networks | {"a tensor": Bytes(host=4 * max(written.values()))}),
+            "checkpoint": PhasePeak(networks | {"a tensor to write": Bytes(host=4 * max(written.values()))}),
             **({"draw": self._draw(teacher | student, call, gathered)} if coding else {}),
-            "export": PhasePeak(self.base | {"a network": exported}),
+            "export": PhasePeak(self.base | {"exported network": exported}),
         }
 
     def _teachers(self) -> tuple[Parts, Parts]:

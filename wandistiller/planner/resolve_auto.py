@@ -351,10 +351,8 @@ def with_optimizer(job: Job, machine: Machine) -> tuple[Job, list[str]]:
     tuned = replace(job.run, lora=None)  # of its checks none is about the engine
     fits &= not tuning_problems(tuned, job.student_transformer, moved.student_engine)
     if collectives.on_any_rank(not fits):
-        return job, [
-            f"chosen    optimizer in CPU memory; with it GPUs would need {gpu}, free are {gpu.supply}"
-        ]
-    return moved, [f"chosen    optimizer on the GPUs; the run takes {gpu} at most, free are {gpu.supply}"]
+        return job, [f"chosen    optimizer in CPU memory, as on the GPUs it needs {gpu} of {gpu.supply}"]
+    return moved, [f"chosen    optimizer on the GPUs; the run takes {gpu} of {gpu.supply}"]
 
 
 def left_open(job: Job) -> tuple[bool, bool]:

@@ -55,7 +55,7 @@ def run(stages: list[Job], begin: Callable[[Job], None]) -> None:
     for before, job in zip([None, *stages], stages, strict=False):
         begin(job)
         if job.is_spent:
-            collectives.log0("stage     %s is done: the next one has begun, and its end is gone", job.stage)
+            collectives.log0("stage     %s is done, and the next one has begun", job.stage)
             continue
         if before and not before.is_spent:  # by one rank: others may not see the newest checkpoint yet
             start = collectives.broadcast_object(read_start(str(job.start.folder)))

@@ -76,4 +76,4 @@ def test_a_run_reads_the_prompts_that_are_in_its_cache(tmp_path: Path, capfd: py
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS[:3]))
     words = ["--data_path", HUB_ID, "--hub_count", "3", "--seed", "7", "--output_dir", str(tmp_path)]
     assert main(["train", "--teacher_path", "tiny", *words, "--dry_run"]) == 0
-    assert "0 of 3 rows have media" in capfd.readouterr().err
+    assert "3 rows, 0 with an image or video" in capfd.readouterr().err

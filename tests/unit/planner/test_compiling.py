@@ -61,13 +61,13 @@ def test_a_long_run_on_a_gpu_compiles_student_critic_and_teacher(published: Path
     left_open = run(published)
     decided, lines = with_kernels(left_open, GPU, here=False)
     assert choices(left_open) == [False] * 3 and choices(decided) == [True] * 3
-    assert lines == ["chosen    compiled blocks"]
+    assert lines == ["chosen    torch.compile"]
 
 
 def test_here_without_a_gpu_all_stay_eager_and_a_line_says_why(published: Path) -> None:
     decided, (line,) = with_kernels(run(published), CPU, here=True)
     assert choices(decided) == [False] * 3
-    assert line == "chosen    eager blocks, as there is no GPU that computes in bf16"
+    assert line == "chosen    no torch.compile: there is no GPU that computes in bf16"
 
 
 def test_a_run_of_a_few_steps_stays_eager(published: Path) -> None:

@@ -56,7 +56,7 @@ def test_a_run_of_the_whole_teachers_adapters_writes_no_copy_of_the_teacher(publ
     run = job(published, **lora, teacher_deepspeed_config="stream")
     adapters = run.student_transformer.num_layers * 2 * 4 * run.student_transformer.width
     assert written(run, accelerator=True).student == 2 * adapters
-    assert plan(run, ONE, coding=False)["export"].parts(lambda b: b.host)["a network"] == 6 * adapters
+    assert plan(run, ONE, coding=False)["export"].parts(lambda b: b.host)["exported network"] == 6 * adapters
 
 
 @pytest.mark.parametrize(("steps", "at_once"), [(1, 1), (2, 2), (5000, 4)])

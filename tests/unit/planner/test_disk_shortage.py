@@ -102,7 +102,7 @@ def test_where_nothing_fits_that_could_be_recommended_the_table_says_why(
     paths = f"--teacher_path {published}/Wan-AI/Wan2.1-T2V-14B-Diffusers --data_path {published}/prompts.txt"
     assert main(["plan", *paths.split(), *machine.split(), "--recommend", str(file)]) == 2
     table, error = capsys.readouterr()
-    assert "GPU: GiB of one rank" in table and "does NOT fit: it needs " in table
+    assert "GPU, GiB" in table and "does NOT fit: it needs " in table
     assert error.splitlines()[-1].startswith("error: ") and "Nothing fits that could be recommended" in error
 
 
