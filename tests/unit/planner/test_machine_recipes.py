@@ -5,15 +5,21 @@ from pathlib import Path
 import pytest
 from image_data import image_data
 from markdown_pages import VIDEOS
-from planned import EIGHT_80, published_job
+from planned import EIGHT_80, gpus, published_job
 from published_wan import IMAGE_TO_VIDEO, PUBLISHED
 from ranks import ROOT
+from shipped import placement
+from slow_cases import slow_but
 from styles import write_users_files
 
 from wandistiller.cli.main import main
 from wandistiller.cli.plan_report import duration
-from wandistiller.planner.machine import most
+from wandistiller.config.recipe import read_recipe
+from wandistiller.config.validate import read_job
+from wandistiller.evaluation.sampling import Sampling
+from wandistiller.planner.machine import demands, moments, most
 from wandistiller.planner.peak_memory import plan
+from wandistiller.planner.sampling import Drawing, choices
 from wandistiller.planner.time import Times, usual_rates
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB
@@ -52,6 +58,7 @@ CPU_MEMORY = {
     "8x80_wan2.2_i2v_a14b_lora": 1000,
 }
 """Recipe -> GiB of its machine; the name says how many GPUs there are, and how many GiB each has."""
+MADE = [name for name in CPU_MEMORY if name.startswith("1x") and name.endswith(("_lora", "_style"))]
 
 
 def data_of(name: str, published: Path, folder: Path) -> Path:
@@ -77,6 +84,26 @@ def test_a_shipped_recipe_fits_its_machine(
     output = capsys.readouterr().out
     batch = {"video": 8, "lora": max(4, int(gpus)), "style": 4}.get(name.rpartition("_")[2], 64)
     assert "\nfits: " in output and "NOT fit" not in output and f" {batch} a step" in output
+
+
+@pytest.mark.parametrize("name", slow_but(["1x16_wan2.1_14b_lora"], MADE))
+def test_a_lora_is_drawn_on_the_gpu_that_made_it_in_no_more_memory_than_its_run_took(
+    name: str, published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(published)
+    write_users_files(published)
+    recipe, each = FOLDER / f"{name}.json", int(name.split("_")[0].split("x")[1])
+    teacher = published / read_json(recipe)["teacher_path"]
+    paths = {"teacher_path": str(teacher), "data_path": str(data_of(name, published, tmp_path))}
+    first, *_ = read_recipe(str(recipe), paths | {"output_dir": str(tmp_path)}).runs.values()
+    job, machine = read_job(first, 1), gpus(1, each, CPU_MEMORY[name])
+    took = demands(moments(plan(job, machine)), machine)
+    how = Sampling(height=480, width=832, num_frames=first.num_frames, steps=4)
+    drawing = Drawing([job.folder], how, 1, 1)
+    (as_trained,) = choices(job.teacher, drawing, machine)
+    needs = [(of_sample.need, of_run.need) for of_sample, of_run in zip(as_trained.needs, took, strict=False)]
+    assert all(of_sample <= of_run for of_sample, of_run in needs), needs
+    assert any(choice.over <= 0 for choice in choices(placement("auto"), drawing, machine))
 
 
 def test_every_shipped_recipe_is_checked() -> None:
