@@ -48,7 +48,7 @@ def with_style(wan: Path, target: Path, *added: tuple[Path, float], experts: tup
 
 IN_BLOCKS = {f"blocks.0.{of}.{layer}": (5120, 5120) for of in ("self_attn", "cross_attn") for layer in "qkvo"}
 IN_BLOCKS |= {"blocks.0.ffn.0": (5120, 13824), "blocks.0.ffn.2": (13824, 5120)}
-"""Layers in LightX2V's files for A14B, by inputs and outputs; at rank 64 in float32 they have that length."""
+"""Layers in LightX2V's files for A14B, by inputs and outputs. Their length says so: rank 64."""
 OUTSIDE = {"text_embedding.0": (4096, 5120), "text_embedding.2": (5120, 5120), "head.head": (5120, 64)}
 OUTSIDE |= {"time_embedding.0": (256, 5120), "time_embedding.2": (5120, 5120)}
 OUTSIDE |= {"time_projection.1": (5120, 30720)}
@@ -68,6 +68,7 @@ def write_users_files(folder: Path) -> None:
         for layer, (inputs, outputs) in sizes.items():
             state[f"diffusion_model.{layer}.lora_down.weight"] = torch.zeros(2, inputs)
             state[f"diffusion_model.{layer}.lora_up.weight"] = torch.zeros(outputs, 2)
-            state |= {f"diffusion_model.{layer}.diff_b": torch.zeros(outputs)} if "head.head" in sizes else {}
+            beside = {"diff_b": torch.zeros(outputs)} if "head.head" in sizes else {"alpha": torch.ones(())}
+            state |= {f"diffusion_model.{layer}.{ending}": value for ending, value in beside.items()}
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         save_file(state, folder / name)
