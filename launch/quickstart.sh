@@ -22,7 +22,7 @@ if [ "$recipe" = style ]; then
   draw with_the_style_in_40_steps --lora runs/style_lora --steps 40 --guidance_scale 1.5
   draw both_LoRAs_added_in_4_steps --lora runs/style_start runs/style_lora
   draw LoRA_of_this_run_in_4_steps --lora runs/style
-  python -m wandistiller.tiny.making.style --picture runs/style/style.png \
+  python -m wandistiller.tiny.making.style --picture runs/style/style.png --style runs/style_drawn/with_the_style_in_40_steps \
     --judge runs/style_drawn/{teacher_in_40,with_the_style_in_40,both_LoRAs_added_in_4,LoRA_of_this_run_in_4}_steps
 else
   "${launch[@]}" evaluate --student_path "runs/$recipe" --prompts "$prompts" "${more[@]}"

@@ -46,13 +46,29 @@ def with_style(wan: Path, target: Path, *added: tuple[Path, float], experts: tup
     return target
 
 
+IN_BLOCKS = {f"blocks.0.{of}.{layer}": (5120, 5120) for of in ("self_attn", "cross_attn") for layer in "qkvo"}
+IN_BLOCKS |= {"blocks.0.ffn.0": (5120, 13824), "blocks.0.ffn.2": (13824, 5120)}
+"""Layers in LightX2V's files for A14B, by inputs and outputs. Their length says so: rank 64."""
+OUTSIDE = {"text_embedding.0": (4096, 5120), "text_embedding.2": (5120, 5120), "head.head": (5120, 64)}
+OUTSIDE |= {"time_embedding.0": (256, 5120), "time_embedding.2": (5120, 5120)}
+OUTSIDE |= {"time_projection.1": (5120, 30720)}
+"""Further ones in the file for Wan2.1 14B, beside differences of biases and norms; its length says so too."""
+
+
 def write_users_files(folder: Path) -> None:
-    """Write the LoRA files that recipes of a style name: of 14B's and the embedded teacher's first layer."""
-    key = "diffusion_model.blocks.0.self_attn.q.lora_{}.weight"
+    """Write the LoRA files that recipes of a style name: of 14B's first block, and the embedded teacher's."""
     recipes = (ROOT / "ds_configs" / "machines").glob("*_style.json")
     named = re.findall(r'"([\w.]+\.safetensors)"', "".join(file.read_text() for file in recipes))
-    tiny = [f"runs/style_{of}/{side}.safetensors" for of in ("lora", "start") for side in ("high", "low")]
-    for name, width in (dict.fromkeys(named, 5120) | dict.fromkeys(tiny, 128)).items():
+    layers = {name: IN_BLOCKS | (OUTSIDE if "cfg_step_distill" in name else {}) for name in named}
+    for of in ("lora", "start"):
+        for side in ("high", "low"):
+            layers[f"runs/style_{of}/{side}.safetensors"] = {"blocks.0.self_attn.q": (128, 128)}
+    for name, sizes in layers.items():
+        state = {}
+        for layer, (inputs, outputs) in sizes.items():
+            state[f"diffusion_model.{layer}.lora_down.weight"] = torch.zeros(2, inputs)
+            state[f"diffusion_model.{layer}.lora_up.weight"] = torch.zeros(outputs, 2)
+            beside = {"diff_b": torch.zeros(outputs)} if "head.head" in sizes else {"alpha": torch.ones(())}
+            state |= {f"diffusion_model.{layer}.{ending}": value for ending, value in beside.items()}
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        a, b = torch.zeros(2, width), torch.zeros(width, 2)
-        save_file({key.format("A"): a, key.format("B"): b}, folder / name)
+        save_file(state, folder / name)

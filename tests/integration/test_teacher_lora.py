@@ -189,5 +189,5 @@ def test_the_quick_start_of_a_style_ends_with_a_table_and_a_picture(
         drawn = ["--output", f"runs/drawn/{len(loras)}_in_4_steps"]
         wandistiller("sample", "--lora", *loras, *prompts, *drawn, cwd=tmp_path)
     folders = sorted((tmp_path / "runs" / "drawn").iterdir())
-    judge(folders, tmp_path / "style.png")
+    judge(folders, tmp_path / "style.png", folders[0])
     assert "| 1 in 4 steps | " in capsys.readouterr().out and (tmp_path / "style.png").is_file()

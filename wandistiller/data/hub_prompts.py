@@ -46,7 +46,7 @@ def fetch_prompts(source: str, column: str | None, count: int | None, seed: int,
             set_activity(f"fetching prompts of {source}")
             try:
                 lines = [json.dumps({"prompt": p}) for p in _stream(source, column, count, seed)]
-            except (OSError, ValueError, HTTPError) as error:
+            except (OSError, ValueError, RuntimeError, HTTPError) as error:  # RuntimeError: code of a set
                 raise ConfigError(f"{source}: {error}") from None
             with atomic(file) as temporary:
                 temporary.write_text("\n".join([*lines, ""]), encoding="utf-8")

@@ -63,6 +63,13 @@ def test_what_the_data_set_lacks_is_named(
     assert message in str(caught.value) and not list((tmp_path / "cache").glob("*.jsonl"))
 
 
+@pytest.mark.slow
+def test_a_data_set_with_code_is_refused_and_its_code_is_not_run(rows: Path, tmp_path: Path) -> None:
+    (rows / "set.py").write_text("raise SystemExit('run')")
+    with pytest.raises(ConfigError, match="hub:own/set: Dataset scripts are no longer supported"):
+        fetch_prompts(HUB_ID, None, 10, 0, tmp_path / "cache")
+
+
 def test_the_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match="hub:own/set: data sets of the hub need: pip install datasets"):

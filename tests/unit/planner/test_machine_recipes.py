@@ -1,19 +1,25 @@
 """The recipes in ds_configs/machines/ fit the machines that they are named after."""
 
+import re
 from pathlib import Path
 
 import pytest
 from image_data import image_data
 from markdown_pages import VIDEOS
-from planned import EIGHT_80, published_job
+from planned import EIGHT_80, gpus, published_job
 from published_wan import IMAGE_TO_VIDEO, PUBLISHED
 from ranks import ROOT
+from shipped import placement
 from styles import write_users_files
 
 from wandistiller.cli.main import main
 from wandistiller.cli.plan_report import duration
+from wandistiller.config.recipe import read_recipe
+from wandistiller.config.validate import read_job
+from wandistiller.evaluation.sampling import Sampling
 from wandistiller.planner.machine import most
 from wandistiller.planner.peak_memory import plan
+from wandistiller.planner.sampling import Drawing, choices
 from wandistiller.planner.time import Times, usual_rates
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB
@@ -52,6 +58,7 @@ CPU_MEMORY = {
     "8x80_wan2.2_i2v_a14b_lora": 1000,
 }
 """Recipe -> GiB of its machine; the name says how many GPUs there are, and how many GiB each has."""
+MADE = [name for name in CPU_MEMORY if name.startswith("1x") and name.endswith(("_lora", "_style"))]
 
 
 def data_of(name: str, published: Path, folder: Path) -> Path:
@@ -59,24 +66,50 @@ def data_of(name: str, published: Path, folder: Path) -> Path:
     return image_data(folder) if "_i2v_" in name else published / "prompts.txt"
 
 
+@pytest.fixture
+def flags(name: str, published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A shipped recipe with the paths of files that are here, and its machine."""
+    recipe, (count, each) = FOLDER / f"{name}.json", name.split("_")[0].split("x")
+    monkeypatch.chdir(published)  # where LoRA files are that recipes name
+    write_users_files(published)
+    wan, data = published / read_json(recipe)["teacher_path"], data_of(name, published, tmp_path)
+    paths = f"--recipe {recipe} --output_dir {tmp_path} --teacher_path {wan} --data_path {data}"
+    machine = f"--gpus {count} --gpu_memory {each} --host_memory {CPU_MEMORY[name]} --disk 1800"
+    return [*paths.split(), *machine.split()]
+
+
 @pytest.mark.slow  # test_readme.py has one
 @pytest.mark.parametrize("name", CPU_MEMORY)
 @pytest.mark.usefixtures("quiet_logging")
 def test_a_shipped_recipe_fits_its_machine(
-    published: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str
+    name: str, flags: list[str], capsys: pytest.CaptureFixture
 ) -> None:
-    recipe, (gpus, each) = FOLDER / f"{name}.json", name.split("_")[0].split("x")
+    recipe = FOLDER / f"{name}.json"
     teacher = read_json(recipe)["teacher_path"]
     assert teacher in PUBLISHED | IMAGE_TO_VIDEO and len(recipe.read_text().splitlines()) <= 24
-    monkeypatch.chdir(published)  # where LoRA files are that recipes name
-    write_users_files(published)
-    paths = f"--teacher_path {published / teacher} --data_path {data_of(name, published, tmp_path)}"
-    flags = ["--recipe", str(recipe), "--output_dir", str(tmp_path), *paths.split()]
-    machine = f"--gpus {gpus} --gpu_memory {each} --host_memory {CPU_MEMORY[name]} --disk 1800"
-    assert main(["plan", *flags, *machine.split()]) == 0
-    output = capsys.readouterr().out
-    batch = {"video": 8, "lora": max(4, int(gpus)), "style": 4}.get(name.rpartition("_")[2], 64)
+    assert main(["plan", *flags]) == 0
+    output, count = capsys.readouterr().out, int(name.split("x")[0])
+    batch = {"video": 8, "lora": max(4, count), "style": 4}.get(name.rpartition("_")[2], 64)
     assert "\nfits: " in output and "NOT fit" not in output and f" {batch} a step" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.usefixtures("quiet_logging")
+def test_a_lora_is_drawn_on_the_gpu_that_made_it_in_no_more_memory_than_its_run_took(
+    name: str, flags: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    assert main(["plan", *flags]) == 0
+    fits = [float(gib) for gib in re.findall(r"^fits: ([\d.]+) of", capsys.readouterr().out, re.MULTILINE)]
+    values = dict(zip(flags[2:8:2], flags[3:8:2], strict=True))  # folders
+    paths = {key.removeprefix("--"): value for key, value in values.items()}
+    run, *_ = read_recipe(flags[1], paths).runs.values()
+    job, machine = read_job(run, 1), gpus(1, int(name.split("_")[0][2:]), CPU_MEMORY[name])
+    drawing = Drawing([job.folder], Sampling(height=480, width=832, num_frames=run.num_frames, steps=4), 1, 1)
+    (as_trained,) = choices(job.teacher, drawing, machine)
+    takes = [need.need / GIB for need in as_trained.needs[:2]]
+    assert all(taken <= max(fits[kind::3]) + 0.05 for kind, taken in enumerate(takes)), (takes, fits)
+    assert any(choice.over <= 0 for choice in choices(placement("auto"), drawing, machine))
 
 
 def test_every_shipped_recipe_is_checked() -> None:
