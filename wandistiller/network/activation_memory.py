@@ -154,9 +154,12 @@ def _for_samples(
     sharers: int,
 ) -> dict[str, int]:
     """Extrapolate the bytes of `samples` samples, which grow linearly, from traces of one and of two."""
-    shape = config, engine.dtype, latent, config.text_tokens, accelerator, sharers
-    of_two = trace(2, *shape)
-    return {name: n + (samples - 1) * (of_two[name] - n) for name, n in trace(1, *shape).items()}
+    of_any_depth = config.replaced(num_layers=2)  # networks that differ in it have one trace
+    shape = of_any_depth, engine.dtype, latent, config.text_tokens, accelerator, sharers
+    if samples <= 2:
+        return trace(samples, *shape)
+    of_one, of_two = (trace(n, *shape) for n in (1, 2))
+    return {name: n + (samples - 1) * (of_two[name] - n) for name, n in of_one.items()}
 
 
 @once_for_each
@@ -177,7 +180,7 @@ def _passes(
     """
     peak, entered, inputs = [], [], []
     with FakeTensorMode():
-        model, call = _transformer(samples, config.replaced(num_layers=2), lambda _: dtype, *shape)
+        model, call = _transformer(samples, config, lambda _: dtype, *shape)
         for p in model.requires_grad_(True).parameters():
             p.grad = torch.empty_like(p)
         with Live() as live:
