@@ -93,7 +93,7 @@ def test_all_stages_take_and_cost_the_sum_of_each_s_with_what_they_share_once(
 def test_the_simplest_student_json_is_listed_with_each_teacher_json_that_fits(
     output: Callable[..., str],
 ) -> None:
-    text = output("--gpus 8 --gpu_memory 80 --host_memory 1000", wan=SMALL)
+    text = output("--gpus 8 --gpu_memory 80 --host_memory 1000 --disk 500", wan=SMALL)
     teachers = re.findall(r" a step: student \w+, teacher (\w+)", text)
     assert len(teachers) == len(set(teachers))
     assert {*teachers} >= {"replicated", "streamed", "sharded", "files", "streamed_int8", "streamed_nf4"}
