@@ -48,7 +48,7 @@ def read(file: Path) -> dict[str, Any] | None:
         return None
 
 
-@fuzz(100)
+@fuzz(60)
 @given(
     values=st.dictionaries(st.text(max_size=5), VALUES, max_size=4),
     place=st.integers(0),
@@ -63,7 +63,7 @@ def test_a_json_with_one_byte_changed_is_an_object_or_refused_by_name(
     assert isinstance(read(tmp_path / "x.json"), dict | None)
 
 
-@fuzz(60)
+@fuzz(40)
 @given(values=st.dictionaries(WORDS, PLAIN))
 def test_a_sound_json_is_read_as_it_was_written(tmp_path: Path, values: dict[str, Any]) -> None:
     (tmp_path / "x.json").write_text(json.dumps(values))
@@ -97,7 +97,7 @@ def check(file: Path, values: dict[str, Any]) -> None:
         assert len(error.problems) == len(set(error.problems))
 
 
-@fuzz(40)
+@fuzz(25)
 @given(changes=st.dictionaries(st.sampled_from(RUN_KEYS), VALUES, min_size=1, max_size=3))
 def test_any_values_of_a_recipe_are_checked(
     tmp_path: Path, sound: dict[str, Any], changes: dict[str, Any]

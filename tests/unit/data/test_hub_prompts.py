@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from reading import run_of
 
-from wandistiller.cli.main import main
+from wandistiller.config.validate import read_job
 from wandistiller.data.dataset import read_dataset
 from wandistiller.data.hub_prompts import fetch_prompts, prompts_file
 from wandistiller.utils.errors import ConfigError
@@ -76,11 +77,10 @@ def test_the_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         fetch_prompts(HUB_ID, None, 10, 0, tmp_path)
 
 
-@pytest.mark.usefixtures("quiet_logging")
-def test_a_run_reads_the_prompts_that_are_in_its_cache(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+def test_a_run_reads_the_prompts_that_are_in_its_cache(tmp_path: Path) -> None:
     file = prompts_file(HUB_ID, None, 3, 7, tmp_path / "cache")
     file.parent.mkdir()
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS[:3]))
-    words = ["--data_path", HUB_ID, "--hub_count", "3", "--seed", "7", "--output_dir", str(tmp_path)]
-    assert main(["train", "--teacher_path", "tiny", *words, "--dry_run"]) == 0
-    assert "3 rows, 0 with an image or video" in capfd.readouterr().err
+    given = {"teacher_path": "tiny", "data_path": HUB_ID, "hub_count": 3, "seed": 7}
+    job = read_job(run_of(given, {"output_dir": str(tmp_path)}), 1)
+    assert [item.prompt for item in job.items] == [" ".join(text.split()) for text in TEXTS[:3]]

@@ -53,20 +53,22 @@ def test_each_sample_of_a_group_is_used_once_before_any_is_used_again() -> None:
 
 
 def test_groups_get_steps_in_proportion_to_their_size() -> None:
-    steps = Counter(order(batch=1).locate(step)[0] for step in range(1000))
+    samples = order(batch=1)
+    steps = Counter(samples.locate(step)[0] for step in range(1000))
     assert all(abs(steps[group] - 10 * n) <= 2 for group, n in enumerate(LENGTHS))
 
 
 def test_a_resumed_order_is_that_of_an_uncut_run_and_another_seed_gives_another() -> None:
-    places = [order().locate(i) for i in range(8 * 100)]
-    resumed, other = order(), order(seed=1)
+    uncut, resumed, other = order(), order(), order(seed=1)
+    places = [uncut.locate(i) for i in range(8 * 100)]
     assert [resumed.locate(i) for i in range(8 * 60, 8 * 100)] == places[8 * 60 :]
     assert [other.locate(i) for i in range(80)] != places[:80]
 
 
 @pytest.mark.parametrize("steps", [1, 7, 30, 200])
 def test_used_members_are_those_that_the_steps_use(steps: int) -> None:
-    used = {order().locate(i) for i in range(8 * steps)}
-    members_by_group = order().used_members(steps)
+    samples = order()
+    used = {samples.locate(i) for i in range(8 * steps)}
+    members_by_group = samples.used_members(steps)
     assert used == {(group, m) for group, members in enumerate(members_by_group) for m in members.tolist()}
     assert sum(map(len, members_by_group)) == len(used)

@@ -6,9 +6,7 @@ from typing import Any
 
 import planned
 import pytest
-from ranks import wandistiller, write_json
-from reading import run_of
-from recipes import recipe
+from reading import read_run
 
 from wandistiller.cli.main import main
 from wandistiller.config.job import Job
@@ -78,15 +76,13 @@ def test_latents_are_counted_by_sample_with_their_paths_and_no_more_than_the_ste
     assert more_than_a_latent_each(rollouts_per_prompt=100, max_steps=3) == (3 * batch - prompts) * X0
 
 
-def test_a_run_writes_the_planned_files(tmp_path: Path, wan1: Path) -> None:
-    more = {"max_steps": 2, "save_every": 1, "student_config": {"num_layers": 1}}
-    given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "out"), **more)
-    files = written(read_job(run_of(given), 1), accelerator=False)
-    wandistiller("train", "--recipe", write_json(tmp_path / "recipe.json", given))
-    saved = tmp_path / "out/checkpoints/step_00000002"
-    states = sum(f.stat().st_size for f in saved.rglob("*.safetensors"))
-    student = sum(f.stat().st_size for f in (tmp_path / "out/student/transformer").glob("*.safetensors"))
-    cache = sum(f.stat().st_size for f in (tmp_path / "cache").rglob("*.safetensors"))
+def test_a_run_writes_the_planned_files(finished: Path) -> None:
+    def written_to(folder: Path) -> int:
+        return sum(f.stat().st_size for f in folder.rglob("*.safetensors"))
+
+    files = written(read_job(read_run(f"{finished}/resolved/run.json", {}), 2), accelerator=False)
+    states = written_to(finished / "checkpoints/step_00000004")
+    student, cache = written_to(finished / "student/transformer"), written_to(finished.parent / "cache")
     assert files.checkpoint <= states < 1.05 * files.checkpoint + 20_000  # names and places of the pieces
     assert files.student <= student < 1.05 * files.student + 20_000
     assert 0.5 * cache < files.cache < 2 * cache

@@ -16,9 +16,9 @@ IMAGE = Sampling(height=480, width=832, steps=4)
 CLIP = Sampling(height=480, width=832, num_frames=81, steps=4, guidance_scale=5.0)
 AUTO = placement("auto")
 PLACED = [
-    ("Wan2.1-T2V-14B", (80, 200), CLIP, "replicated"),
-    ("Wan2.1-T2V-14B", (24, 64), CLIP, "streamed"),
-    ("Wan2.1-T2V-14B", (24, 24), CLIP, "files"),
+    ("Wan2.1-T2V-14B", (80, 200), IMAGE, "replicated"),
+    ("Wan2.1-T2V-14B", (24, 64), IMAGE, "streamed"),
+    ("Wan2.1-T2V-14B", (24, 24), IMAGE, "files"),
 ]
 
 
@@ -37,6 +37,7 @@ def chosen(published: Path, wan: str, machine: tuple[int, int], how: Sampling, b
         PLACED,
         [
             *PLACED,
+            ("Wan2.1-T2V-14B", (24, 24), CLIP, "files"),
             ("Wan2.1-T2V-14B", (16, 64), IMAGE, "streamed"),
             ("Wan2.2-T2V-A14B", (24, 64), CLIP, "streamed"),
             ("Wan2.2-T2V-A14B", (24, 48), CLIP, "files"),

@@ -54,31 +54,12 @@ def test_the_last_factor_that_names_a_part_counts_and_a_star_is_the_rest() -> No
     assert factor({"blocks": 0.5}, "proj_out.weight") == 1.0
 
 
-NONE = "The student has no such part."
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"frozen": ["blocks.2-"]}, f'`frozen` is "blocks.2-". {NONE}'),
-    ({"learning_rates": {"poj_out": 2}}, f'`learning_rates` is "poj_out". {NONE} Did you mean `proj_out`?'),
-    ({"lora": {"targets": ["to_w"]}}, f'`lora.targets` is "to_w". {NONE} Did you mean `to_v`?'),
-    ({"lora": {"targets": [1]}, "learning_rates": {"to_q": 2}}, "`lora.targets.0` is 1."),
-    ({"lora": {"rnk": 4}}, "`lora.rnk` is 4. Unknown key. Did you mean `rank`?"),
-    ({"lora": {}, "frozen": ["bias"]}, '`frozen` is ["bias"]. With `lora` all but the adapters is frozen'),
-]
-
-
 def problems(folder: Path, wan1: Path, **more: Any) -> list[str]:
     try:
         read_job(RunConfig(**recipe(folder, wan1, output_dir=str(folder / "run"), **more)), 1, here=False)
     except ConfigError as error:
         return error.problems
     return []
-
-
-@pytest.mark.parametrize(("given", "message"), WRONG)
-def test_a_wrong_key_is_reported_before_weights_are_loaded(
-    given: dict, message: str, tmp_path: Path, wan1: Path
-) -> None:
-    (only,) = problems(tmp_path, wan1, **given)
-    assert only.startswith(f"recipe: {message}")
 
 
 @pytest.mark.parametrize(

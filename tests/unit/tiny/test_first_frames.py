@@ -8,7 +8,7 @@ from wandistiller.data.dataset import read_dataset
 from wandistiller.tiny import clips, first_frames, video_scores
 from wandistiller.tiny.making.scores import chosen
 
-NAMES = chosen(first_frames.HELD_OUT, 8)
+NAMES = chosen(first_frames.HELD_OUT, 4)
 
 
 def test_first_frames_are_the_same_for_all_motions() -> None:

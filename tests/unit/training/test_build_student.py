@@ -32,6 +32,7 @@ from wandistiller.teacher.base import (
 from wandistiller.training.build_student import begins_as_teacher, initial_learners
 from wandistiller.training.prepare import ranks_of
 from wandistiller.training.step_result import by_sigma
+from wandistiller.utils.files import read_json
 from wandistiller.utils.keyed_random import keyed_normal
 
 STUDENT = {
@@ -77,7 +78,11 @@ def test_a_block_that_does_nothing_is_the_least_important() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
-    ("layers", "keep", "left"), [(4, 2, [4, 3, 2]), (4, 4, [4]), (12, 1, [12, 10, 8, 6, 5, 4, 3, 2, 1])]
+    ("layers", "keep", "left"),
+    slow_but(
+        [(4, 2, [4, 3, 2])],
+        [(4, 2, [4, 3, 2]), (4, 4, [4]), (12, 1, [12, 10, 8, 6, 5, 4, 3, 2, 1])],
+    ),
 )
 def test_blocks_are_dropped_in_few_rounds(layers: int, keep: int, left: list[int]) -> None:
     rounds = importance(two_experts(layers), batches(1), layers, keep)
@@ -193,20 +198,18 @@ def test_two_ranks_measure_and_choose_as_one(
     assert same_start(begun(folder, wan2, name, 2, teacher), alone)
 
 
-def test_lineage_and_resolved_student_name_the_layers_that_were_kept(alone: Path) -> None:
-    kept = json.loads((alone / "importance.json").read_text())["kept"]
-    assert json.loads((alone / "resolved" / "student.json").read_text())["keep_layers"] == kept
-    for expert, actual in json.loads((alone / "lineage.json").read_text()).items():
-        assert actual["made_of"] == [expert] and actual["kept_layers"] == kept
-        assert actual["stands_for"] == [kept[1] - 1, 3]
-
-
 @pytest.mark.slow
 def test_a_resumed_run_keeps_its_layers(folder: Path, wan2: Path, alone: Path) -> None:
     before = (alone / "lineage.json").read_text()
     begun(folder, wan2, "alone", 1, REPLICATED, steps=2)
     assert (alone / "lineage.json").read_text() == before
     assert len((alone / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_its_own_resolved_recipe(alone: Path) -> None:
+    job = read_job(read_run(str(alone / "resolved" / "run.json"), {}), 1)
+    assert job.resume_from
 
 
 def start_of(folder: Path, wan: Path, **more: Any) -> tuple[int, dict[str, Any]]:
@@ -222,6 +225,19 @@ def start_of(folder: Path, wan: Path, **more: Any) -> tuple[int, dict[str, Any]]
     return sum(samples), json.loads((folder / "run" / "student_start.json").read_text())
 
 
+def test_lineage_and_resolved_student_name_the_layers_that_were_kept(
+    tmp_path: Path, wan2: Path, one_rank: torch.device
+) -> None:
+    start_of(tmp_path, wan2, student_config=STUDENT)
+    files = ("importance.json", "resolved/student.json", "lineage.json")
+    measured, student, lineage = (read_json(tmp_path / "run" / file) for file in files)
+    kept = measured["kept"]
+    assert student["keep_layers"] == kept and len(lineage) == 2
+    for expert, actual in lineage.items():
+        assert actual["made_of"] == [expert] and actual["kept_layers"] == kept
+        assert actual["stands_for"] == [kept[1] - 1, 3]
+
+
 ADAPTERS = {"student_config": {"experts": "two"}, "lora": {"rank": 4}}
 
 
@@ -234,14 +250,15 @@ def test_a_student_that_is_its_teacher_has_the_error_0_without_a_pass(
     assert [*start["relative_velocity_error_by_sigma"].values()] == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize(("steps", "number"), slow_but([(100, 8)], [(1, 4), (100, 8)]))
 def test_a_start_is_measured_on_a_hundredth_of_the_run_s_samples_or_on_four(
-    tmp_path: Path, wan2: Path, one_rank: torch.device
+    tmp_path: Path, wan2: Path, one_rank: torch.device, steps: int, number: int
 ) -> None:
+    """Each step has 8 samples."""
     start = {"start": {"high_noise": str(style(wan2, tmp_path / "style.safetensors", "to_q"))}}
     given = ADAPTERS | {"lora": ADAPTERS["lora"] | start}
-    for steps, number in ((1, 4), (100, 8)):  # of 8 samples each
-        samples, numbers = start_of(tmp_path / str(steps), wan2, max_steps=steps, **given)
-        assert samples == number and 0 < numbers["relative_velocity_error"] < 1
+    samples, numbers = start_of(tmp_path, wan2, max_steps=steps, **given)
+    assert samples == number and 0 < numbers["relative_velocity_error"] < 1
 
 
 @pytest.mark.parametrize(
@@ -261,8 +278,3 @@ def test_a_student_begins_as_its_teacher_in_all_that_its_velocities_depend_on(
 ) -> None:
     given = recipe(tmp_path, wan2, output_dir=str(tmp_path / "run"), **more)
     assert begins_as_teacher(read_job(RunConfig(**given), 2, here=False)) == begins
-
-
-def test_a_run_goes_on_from_its_own_resolved_recipe(alone: Path) -> None:
-    job = read_job(read_run(str(alone / "resolved" / "run.json"), {}), 1)
-    assert job.resume_from

@@ -75,7 +75,7 @@ def verdict(folder: Path) -> str:
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("every", [60, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [120, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_folder_with_one_wrong_json_is_refused_or_works_and_never_runs_code(
     every: int, wan2: Path, tmp_path: Path
 ) -> None:
