@@ -26,7 +26,7 @@ from wandistiller.tiny.shapes import HELD_OUT, SEEN, SPECS, mse_to_prompts, near
 from wandistiller.utils.files import read_json
 from wandistiller.utils.images import save_grid, to_pil
 
-EVERY, DRAWN = 4, 4
+EVERY, DRAWN = 2, 4
 """One of so many prompts of training has a picture in the style; one of so many held-out ones is drawn."""
 SHOWN = 5
 """Prompts in the picture."""

@@ -33,7 +33,7 @@ def test_a_picture_is_in_the_style_right_both_or_neither() -> None:
 def test_pictures_in_the_style_have_the_teachers_prompts_and_none_that_is_held_out(tmp_path: Path) -> None:
     write(tmp_path)
     data = read_dataset(str(tmp_path / "rows.jsonl"))
-    assert len(data) == 252 and not {item.prompt for item in data} & {*HELD_OUT}
+    assert len(data) == 504 and not {item.prompt for item in data} & {*HELD_OUT}
 
 
 def test_the_table_has_a_row_for_each_folder_of_samples(
