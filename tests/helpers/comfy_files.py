@@ -2,6 +2,7 @@
 
 import json
 import struct
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ def weights_in(folder: Path) -> dict[str, Tensor]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
+@cache
 def sentencepiece_of(tokenizer: Path) -> Tensor:
     """Write the pieces of a tokenizer.json by the library's own class; returns the model's bytes."""
     model = import_protobuf().ModelProto()
