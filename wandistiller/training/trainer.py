@@ -193,7 +193,7 @@ class Trainer:
         following = None if self._draws(step + 1) else number + len(self.updates)
         micro_steps = update.micro_steps(number, self.samples, following)
         self._seconds_of_compiling = log_compiled(self._seconds_of_compiling)
-        set_activity(f"finishing step {step + 1}")
+        set_activity(f"finishing step {step + 1}", of_step=True)
         over, objective = Over(self.saves.over(), self.draws.over()), self.job.objective
         results = {
             role: reduce_over_ranks([of_roles[role] for of_roles in micro_steps], objective, role, over)
