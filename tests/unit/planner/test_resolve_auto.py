@@ -83,7 +83,7 @@ def test_the_optimizer_of_adapters_is_on_a_gpu_that_has_room_for_it(
     run = with_adapters(published, machine)
     placed, (line,) = with_optimizer(run, machine)
     assert run.student_engine.optimizer_on == "cpu" and placed.student_engine.optimizer_on == place
-    assert ("on the GPUs" in line) == (place == "none")
+    assert ("in CPU memory" in line) == (place == "cpu")
     need, *_ = demands(moments(plan(placed, machine)), machine)
     assert need.need <= (0.9 if place == "none" else 1) * machine.device_free
 
