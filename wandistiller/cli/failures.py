@@ -65,7 +65,7 @@ class Failures:
         lost = isinstance(error, RuntimeError) and LOST_CONTACT.search(str(error))
         if isinstance(error, Problems):
             code, text = CODES[type(error)], "\n".join(f"error: {p}" for p in error.problems)
-            if code == WRONG_INPUT and current.phase in UNDERWAY:
+            if code == WRONG_INPUT and self.job and current.phase in UNDERWAY:
                 code, text = STORAGE, "\n".join(f"error: {where}: {p} {GOES_ON}" for p in error.problems)
             # the other ranks found the same, or rank 0's watchdog prints it
             printed = text if first else ""
