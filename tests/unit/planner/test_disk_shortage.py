@@ -16,6 +16,7 @@ from wandistiller.planner.machine import demands, moments
 from wandistiller.planner.peak_memory import plan
 from wandistiller.utils.files import read_json
 
+SMALL = "--height 64 --width 64".split()
 MANY = "--keep_checkpoints 1000000 --save_every 1 --max_steps 1000000".split()
 
 
@@ -29,7 +30,7 @@ def paths(published: Path, tmp_path: Path, quiet_logging: None) -> list[str]:
 def test_a_dry_run_names_missing_weights_and_too_small_a_disk_at_once(
     paths: list[str], command: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    assert main([command, *paths, *MANY, "--dry_run"]) == 2
+    assert main([command, *paths, *MANY, *SMALL, "--dry_run"]) == 2
     text = capsys.readouterr().err
     for part in ("transformer", "vae", "text_encoder"):
         assert f"no .safetensors file in {part}/" in text

@@ -43,12 +43,12 @@ VAES = {
 }
 
 
-@pytest.mark.parametrize("frames", [1, 21])
+@pytest.mark.parametrize("frames", [1, 17])
 @pytest.mark.parametrize("name", slow_but(["Wan2.1"], VAES))
 def test_planned_memory_of_a_vae_is_that_of_real_tensors_of_the_whole_video(name: str, frames: int) -> None:
     vae, spatial = VAES[name]
-    pixels = (1, 3, frames, 32, 48)
-    latents = (1, vae["z_dim"], (frames - 1) // 4 + 1, 32 // spatial, 48 // spatial)
+    pixels = (1, 3, frames, 32, 32)
+    latents = (1, vae["z_dim"], (frames - 1) // 4 + 1, 32 // spatial, 32 // spatial)
     for plan, call, shape in (("encode", encoded, pixels), ("decode", decoded, latents)):
         model = vae_of(vae)
         for on_gpu in (True, False):

@@ -67,11 +67,11 @@ def test_denoise_makes_the_stock_pipeline_s_latents_and_the_vae_its_pixels(
     prompts = ["a red circle", "a blue square"]
     text_BLD, null_BLD = pipe.encode_prompt(prompts, ["", ""], max_sequence_length=512)
     given = {"prompt_embeds": text_BLD, "negative_prompt_embeds": null_BLD, "latents": noise}
-    given |= {"height": 32, "width": 64, "num_frames": 5, "guidance_scale": 5.0, "num_inference_steps": 8}
+    given |= {"height": 32, "width": 64, "num_frames": 5, "guidance_scale": 5.0, "num_inference_steps": 4}
     stock, pixels_BFCHW = (pipe(output_type=kind, **given).frames for kind in ("latent", "pt"))
     teacher = LocalTeacher(dict.fromkeys(Expert, network_of(pipe.transformer)))
     guided = GuidedTeacher(teacher, Guidance(null_BLD[0], dict.fromkeys(Expert, 5.0)))
-    x0_BCFHW, _ = denoise(guided.velocity, folder, folder.shift, noise, Conditioning(text_BLD), 8)
+    x0_BCFHW, _ = denoise(guided.velocity, folder, folder.shift, noise, Conditioning(text_BLD), 4)
     torch.testing.assert_close(x0_BCFHW, stock, rtol=0, atol=2e-5)
     decoded = folder.load_vae(CPU).decode(stock)
     torch.testing.assert_close(decoded, pixels_BFCHW.transpose(1, 2), rtol=0, atol=1e-5)

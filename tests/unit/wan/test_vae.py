@@ -64,11 +64,11 @@ def test_planned_memory_of_tiles_is_at_least_that_of_real_tensors(name: str, siz
         assert measured.most <= planned <= 1.5 * measured.most
 
 
-@pytest.mark.parametrize(("name", "frames"), slow_but([("Wan2.2", 9)], product(VAES, (1, 9))))
+@pytest.mark.parametrize(("name", "frames"), slow_but([("Wan2.2", 5)], product(VAES, (1, 5))))
 def test_planned_memory_of_a_batch_is_at_least_that_of_real_tensors(name: str, frames: int) -> None:
     vae, spatial = VAES[name]
-    pixels, z = (3, 3, frames, 64, 96), vae["z_dim"]
-    latents = (3, z, (frames - 1) // 4 + 1, 64 // spatial, 96 // spatial)
+    pixels, z = (3, 3, frames, 32, 64), vae["z_dim"]
+    latents = (3, z, (frames - 1) // 4 + 1, 32 // spatial, 64 // spatial)
     for plan, call, shape in (("encode", encoded, pixels), ("decode", decoded, latents)):
         model = vae_of(vae)
         model.enable_slicing()
