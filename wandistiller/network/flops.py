@@ -38,11 +38,11 @@ class Flops(NamedTuple):
         """
         return (1 + trained) * self.products + 2 * self.attention
 
-    def recomputed(self, policy: CheckpointPolicy | None) -> float:
-        """Return the share of the blocks' operations that a backward pass computes again."""
+    def recomputed(self, policy: CheckpointPolicy | None, layers: int) -> float:
+        """Return the share of the operations of so many blocks that a backward pass computes again."""
         if not policy:
             return 0.0
-        return self.parts[policy.checkpoint] / self.parts["blocks"] / policy.checkpoint_every
+        return self.parts[policy.checkpoint] / self.parts["blocks"] * len(policy.recomputed(layers)) / layers
 
 
 @once_for_each
