@@ -98,8 +98,7 @@ def _of_run(
         choice = chosen(job, with_disk(job, True), here)
         job, lines = choice.job, [*choice.lines(machine), ""]
     placed, of_memory = with_free_memory(job, with_disk(job, False))
-    # times are of eager blocks, as no run was compiled
-    _, of_kernels = with_kernels(placed, machine, here=here)
+    _, of_kernels = with_kernels(placed, machine, here=here)  # times are of eager blocks: no run was compiled
     lines += [*of_memory, *of_kernels, ""] if of_memory or of_kernels else []
     text, short = report(placed, with_disk(job, False), Times(placed, machine, rates), here, price)
     room = with_disk(job, True)

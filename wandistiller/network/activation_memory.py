@@ -182,7 +182,6 @@ def _passes(
     Args:
         part: recomputed, as in `CheckpointPolicy`; empty: nothing.
         copies: checkpoints keep copies of their inputs.
-        lora: settings of adapters, which alone learn then.
 
     Returns:
         peak: the most until the backward pass has left the blocks.
@@ -212,8 +211,7 @@ def _passes(
             def recomputed(run: Callable[..., Tensor], *args: Any) -> Tensor:
                 args = tree_map(lambda t: t.clone() if copies and isinstance(t, Tensor) else t, args)
                 inputs.append(sum(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor)))
-                run = partial(measured, run)
-                return checkpoint(run, *args, use_reentrant=True, preserve_rng_state=False)
+                return checkpoint(measured, run, *args, use_reentrant=True, preserve_rng_state=False)
 
             for block in model.blocks:
                 block.register_forward_pre_hook(enter)
@@ -223,8 +221,8 @@ def _passes(
             held = live.now
             v_BCFHW.backward(torch.empty_like(v_BCFHW))
     block = entered[1] - entered[0]
-    found = {"peak": peak[0], "held": held, "block": block, "inputs": sum(inputs) // 2}
-    return found | {"whole": whole[-1] if whole else block}
+    of_block = {"block": block, "whole": (whole or [block])[-1], "inputs": sum(inputs) // 2}
+    return {"peak": peak[0], "held": held} | of_block
 
 
 def _names(config: NetworkConfig, part: str) -> tuple[str, ...]:

@@ -40,9 +40,8 @@ class BlockSource(ABC):
         by_place = {(p.untyped_storage().data_ptr(), p.dtype): p for p in plain}
 
         def pack(t: Tensor) -> Tensor | tuple[Any, ...]:
-            if type(t) not in (Tensor, nn.Parameter):
-                return t
-            p = by_place.get((t.untyped_storage().data_ptr(), t.dtype))
+            is_plain = type(t) in (Tensor, nn.Parameter)
+            p = by_place.get((t.untyped_storage().data_ptr(), t.dtype)) if is_plain else None
             return t if p is None else (p, t.shape, t.stride(), t.storage_offset())
 
         def unpack(saved: Tensor | tuple[Any, ...]) -> Tensor:

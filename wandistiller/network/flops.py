@@ -40,9 +40,8 @@ class Flops(NamedTuple):
 
     def recomputed(self, policy: CheckpointPolicy | None, layers: int) -> float:
         """Return the share of the operations of so many blocks that a backward pass computes again."""
-        if not policy:
-            return 0.0
-        return self.parts[policy.checkpoint] / self.parts["blocks"] * len(policy.recomputed(layers)) / layers
+        share = len(policy.recomputed(layers)) / layers if policy else 0.0
+        return share and self.parts[policy.checkpoint] / self.parts["blocks"] * share
 
 
 @once_for_each

@@ -16,13 +16,7 @@ BUT_LAST = "checkpoint_but_last"
 
 
 def with_free_memory(job: Job, machine: Machine) -> tuple[Job, list[str]]:
-    """Keep the optimizer on the GPUs, then activations, as far as there is room. Collective.
-
-    The optimizer comes first, as it saves more seconds for each GiB.
-
-    Returns:
-        The job, and lines on the choice.
-    """
+    """Keep the optimizer, which saves most seconds a GiB, then activations; lines say so. Collective."""
     if machine.device_free is None:
         return job, []
     job, lines = _with_optimizer(job, machine)
@@ -55,9 +49,8 @@ def _with_activations(job: Job, machine: Machine) -> tuple[Job, list[str]]:
     first = bisect_left(range(1, layers + 1), True, key=lambda n: not _demand(keeping(n), machine)[1])
     blocks = min(collectives.gather_objects(first))  # ranks that share a sample must compute alike
     gpu, _ = _demand(keeping(blocks or 1), machine)
-    kept = f"chosen    activations of the last {blocks} of {layers} blocks kept"
-    takes = f"the run takes {gpu}" if blocks else f"of one they need {gpu}"
-    return keeping(blocks), [f"{kept}; {takes} of {gpu.supply}"]
+    takes = f"kept; {'the run takes' if blocks else 'those of one need'} {gpu} of {gpu.supply}"
+    return keeping(blocks), [f"chosen    activations of the last {blocks} of {layers} blocks {takes}"]
 
 
 def _demand(job: Job, machine: Machine) -> tuple[Demand, bool]:
