@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from wandistiller.distributed import collectives
 from wandistiller.distributed.sequence_parallel import Ranks
 from wandistiller.engine.engine_config import EngineConfig, Kernels
+from wandistiller.network.adapters import Lora, add_lora
 from wandistiller.network.blocks import Blocks
 from wandistiller.network.heads import add_projections
 from wandistiller.wan import text_padding
@@ -38,17 +39,23 @@ def student_engine(dtype: str, **block: Any) -> EngineConfig:
 
 
 def network(
-    layers: int, engine: EngineConfig, matched_width: int | None = None, **more: int
+    layers: int,
+    engine: EngineConfig,
+    matched_width: int | None = None,
+    lora: dict[str, Any] | None = None,
+    **more: int,
 ) -> tuple[Any, Any]:
     """A network of `layers` with gradients, and its blocks; all matched with a teacher of `matched_width`."""
     model = small_transformer(0, layers, **SIZES, **more)
     if matched_width:
         add_projections(model, range(layers), matched_width)
+    if lora:
+        add_lora(model, Lora(**lora), seed=0)
     model = model.to(engine.dtype)
     renew_rope(model)
     use_kernels(model, Kernels())
     for p in model.parameters():
-        p.grad = torch.zeros_like(p)
+        p.grad = torch.zeros_like(p) if p.requires_grad else None
     if engine.recompute:
         deepspeed.checkpointing.configure(mpu_=None, deepspeed_config=engine.for_deepspeed)
     return model, Blocks(model, PARTS, engine.recompute, copies=engine.empties_inputs)

@@ -144,6 +144,26 @@ def test_losses_and_adapters_after_two_steps_equal_those_of_plain_pytorch_and_pe
     assert max(plain.differences(trainer).values()) < 2e-4
 
 
+POLICIES = [{}, {"checkpoint_but_last": 3}, {"checkpoint": "attention"}, {"checkpoint_every": 2}]
+
+
+@pytest.mark.parametrize("placement", slow_but(["streamed"], ["streamed", "files"]))
+def test_no_bit_depends_on_which_blocks_of_weights_that_come_and_go_are_recomputed(
+    folder: Path, wan2: Path, one_rank: torch.device, placement: str
+) -> None:
+    engine = student_engine(2, train_micro_batch_size_per_gpu=4)
+    engines = [engine | {"wandistiller": block} for block in POLICIES]
+    engines.append({key: value for key, value in engine.items() if key != "activation_checkpointing"})
+    more = {"objective": OBJECTIVES["carried"], "teacher_deepspeed_config": PLACEMENTS[placement]}
+    numbers = []
+    for n, each in enumerate(engines):
+        given = {"deepspeed_config": each, "output_dir": str(folder / f"recomputed_{placement}_{n}")}
+        trainer = trainer_of(recipe(folder, wan2, **LORA | more | given))
+        steps = [trainer.train_step(step) for step in range(2)]
+        numbers.append([(step.loss, step.grad_norm, step.others[CRITIC]["loss"]) for step in steps])
+    assert numbers == numbers[:1] * len(engines)
+
+
 @pytest.mark.parametrize(
     "objective",
     slow_but([], ["velocity", "consistency", "dmd2", "carried", "sum"]),

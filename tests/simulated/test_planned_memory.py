@@ -87,11 +87,17 @@ def test_a_run_fits_what_is_planned_for_it_and_a_tenth_and_takes_as_much(
 
 
 @pytest.mark.parametrize(
-    ("student", "more"),
-    [("lora_wan", {}), ("lora_wan", {"gan": 0.03}), ("lora_wan", {"shared": True}), ("lora_wan_clips", {})],
+    ("student", "more", "but_last"),
+    [
+        ("lora_wan", {}, 0),
+        ("lora_wan", {"gan": 0.03}, 0),
+        ("lora_wan", {"shared": True}, 0),
+        ("lora_wan", {"shared": True}, 3),
+        ("lora_wan_clips", {}, 0),
+    ],
 )
 def test_few_step_adapters_on_one_base_take_what_is_planned_where_activations_are_most(
-    student: str, more: dict[str, Any], wan: Path, tmp_path: Path
+    student: str, more: dict[str, Any], but_last: int, wan: Path, tmp_path: Path
 ) -> None:
     """Teacher and critic at samples, where nothing is recomputed yet, or a shared backward pass."""
     few = {"name": "dmd2", "steps": 2, "critic_updates": 1} | more
@@ -99,11 +105,13 @@ def test_few_step_adapters_on_one_base_take_what_is_planned_where_activations_ar
     given |= {"student_config": {}, "lora": {"rank": 8}, "objective": few, "height": 192, "width": 256}
     engine = in_float32("student", student) | {"train_micro_batch_size_per_gpu": 4}
     engine["zero_optimization"]["offload_optimizer"]["device"] = "cpu"
+    engine["wandistiller"] = {"checkpoint_but_last": but_last}
     given |= {"deepspeed_config": engine, "teacher_deepspeed_config": in_float32("teacher", "streamed")}
     (plan,) = call(planned.predicted, given, 1, ranks=1, start=partial(program, gpus=Simulated(tmp_path)))
     devices = Simulated(tmp_path, mib=8192)
     taken = peaks(given, devices)["train"]
-    print(f"| {student}, {more} | one base | {plan['train']} | {taken:.0f} | {plan['train'] / taken:.3f} |")
+    name = f"{student}, {more}, {but_last} blocks kept"
+    print(f"| {name} | one base | {plan['train']} | {taken:.0f} | {plan['train'] / taken:.3f} |")
     assert plan["train"] / 1.1 <= taken <= LATE.get(student, 1.1) * plan["train"]
     assert devices.reports() == ""
 

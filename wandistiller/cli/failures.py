@@ -158,7 +158,8 @@ def advice(job: Job, preparing: bool = False) -> list[str]:
 def _flags(job: Job, preparing: bool) -> Iterator[str]:
     if preparing and job.run.prepare_batch > 1:
         yield "--prepare_batch 1"
-    if not preparing and not job.student_engine.recompute:
+    policy = job.student_engine.recompute
+    if not preparing and (policy is None or policy.checkpoint_but_last):
         yield "--gradient_checkpointing"
     if job.teacher.engine.dtype is torch.float32:
         yield "--teacher_dtype bfloat16"

@@ -20,8 +20,9 @@ from wandistiller.distributed.device import count as number_of_gpus
 from wandistiller.distributed.device import emulates_bf16
 from wandistiller.planner.compiling import with_kernels
 from wandistiller.planner.disk import on_its_disk, swap_folder
+from wandistiller.planner.free_memory import with_free_memory
 from wandistiller.planner.machine import Machine, this_machine
-from wandistiller.planner.resolve_auto import HELPS, choices, chosen, left_open, with_optimizer
+from wandistiller.planner.resolve_auto import HELPS, choices, chosen, left_open
 from wandistiller.planner.time import Rates, Times, usual_rates
 from wandistiller.utils.errors import ConfigError, folder_problems, problem
 from wandistiller.utils.files import read_json
@@ -96,10 +97,10 @@ def _of_run(
     if any(left_open(job)):
         choice = chosen(job, with_disk(job, True), here)
         job, lines = choice.job, [*choice.lines(machine), ""]
-    job, of_optimizer = with_optimizer(job, with_disk(job, False))
-    _, of_kernels = with_kernels(job, machine, here=here)  # times are of eager blocks, as no run was compiled
-    lines += [*of_optimizer, *of_kernels, ""] if of_optimizer or of_kernels else []
-    text, short = report(job, with_disk(job, False), Times(job, machine, rates), here, price)
+    placed, of_memory = with_free_memory(job, with_disk(job, False))
+    _, of_kernels = with_kernels(placed, machine, here=here)  # times are of eager blocks: no run was compiled
+    lines += [*of_memory, *of_kernels, ""] if of_memory or of_kernels else []
+    text, short = report(placed, with_disk(job, False), Times(placed, machine, rates), here, price)
     room = with_disk(job, True)
     fits = [*choices(job, room, here=here, by_teacher=True)]
     lines += [*text, "", "JSONs of ds_configs/ that fit, the simplest first:" if fits else "no JSONs fit"]
@@ -109,7 +110,7 @@ def _of_run(
             f"  {duration(Times(choice.job, machine, rates).step()):>8} a step: {choice}"
             + ", which changes the teacher's outputs" * changes
         )
-    return lines, Planned(job, room, short, fits)
+    return lines, Planned(placed, room, short, fits)
 
 
 def _problems(flags: PlanFlags) -> list[str]:

@@ -1,7 +1,7 @@
 """Checks of a run whose parts are sound: settings that do not go together, or not with this machine."""
 
 import json
-from dataclasses import astuple, fields
+from dataclasses import astuple
 
 from wandistiller.batch import PATH
 from wandistiller.checkpoint.resume import CHANGEABLE
@@ -17,7 +17,6 @@ from wandistiller.data.media import video_problem
 from wandistiller.distributed import device
 from wandistiller.distributed.sequence_parallel import division_problems
 from wandistiller.engine.ds_schema import BLOCK
-from wandistiller.engine.engine_config import RECOMPUTED, CheckpointPolicy
 from wandistiller.engine.nvme import lock_problems, locked_bytes
 from wandistiller.experts import Expert
 from wandistiller.flow import RENOISE, FlowSchedule
@@ -48,7 +47,7 @@ def combined_problems(job: Job, world: int, *, here: bool) -> list[str]:
     problems += folder.size_problems(size.height, size.width, size.num_frames)
     problems += objective_problems(job) + sequence_problems(job, world)
     problems += _media_problems(job) + _written_problems(job)
-    problems += changed_adapters(job) + shared_base_problems(job) + added_problems(job.folder, job.teacher)
+    problems += changed_adapters(job) + added_problems(job.folder, job.teacher)
     problems += _nvme_problems(job, world) if here else []
     problems += tuning_problems(run, job.student_transformer, job.student_engine)
     return problems or start_problems(job)
@@ -150,22 +149,6 @@ def sequence_problems(job: Job, world: int) -> list[str]:
     heads = {name: config.num_attention_heads for name, config in networks.items()}
     patches = {size: job.folder.tokens(*size) for size in map(astuple, (job.size, *job.buckets))}
     return division_problems(RECIPE, job.run.context_parallel, world, heads, patches)
-
-
-def shared_base_problems(job: Job) -> list[str]:
-    """List what keeps adapters from learning on weights that arrive block by block, forward and backward."""
-    engine = job.student_engine
-    if not (job.networks.share_base and job.teacher.sweeps) or engine.recompute == CheckpointPolicy():
-        return []
-    why = (
-        f"The teacher is {job.teacher.describe()}, and the adapters learn on its weights, of which two or "
-        "three blocks are there at a time: backward must recompute every block."
-    )
-    if not engine.recompute:
-        remedy = "Add it, {} will do, or give the flag --gradient_checkpointing."
-        return [f"{engine.where}: `{RECOMPUTED}` is missing. {why} {remedy}"]
-    keys = [f.name for f in fields(CheckpointPolicy) if f.name in engine.block]
-    return [engine.problem(f"{BLOCK}.{key}", engine.block[key], f"{why} Leave it out.") for key in keys]
 
 
 def added_problems(folder: Folder, teacher: Placement) -> list[str]:

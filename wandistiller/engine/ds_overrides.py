@@ -43,10 +43,14 @@ def _written(json: J, setting: str, value: Any) -> J:
             json.section("scheduler.params")[key] = value
     elif setting == "mixed_precision":
         json = json.in_precision(value)
-    elif value:
-        ds.setdefault("activation_checkpointing", {"partition_activations": False})
     else:
-        ds.pop("activation_checkpointing", None)
+        if value:
+            ds.setdefault("activation_checkpointing", {"partition_activations": False})
+        else:
+            ds.pop("activation_checkpointing", None)
+        lost = "checkpoint_but_last" if value else "checkpoint"
+        if block := json.section(BLOCK):
+            ds[BLOCK] = {key: v for key, v in block.items() if not key.startswith(lost)}
     return json
 
 

@@ -9,7 +9,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from wandistiller.engine.batch_size import BatchSize
 from wandistiller.engine.ds_json import DeepSpeedJson
 from wandistiller.engine.ds_schema import BATCH_KEYS, BLOCK
-from wandistiller.utils.validation import Count, write
+from wandistiller.utils.validation import Count, Index, write
 
 T = TypeVar("T")
 RECOMPUTED = "activation_checkpointing"
@@ -35,6 +35,12 @@ class CheckpointPolicy:
     """Recomputed part: whole `blocks`, or in each only `attention` (self and cross) or `feed_forward`."""
     checkpoint_every: Count = 1
     """2: in every second block, from the first."""
+    checkpoint_but_last: Annotated[Index | Literal["auto"], write('a number of blocks, or "auto"')] = 0
+    """Blocks at the end whose activations are kept; "auto" is 0 unless `planner.free_memory` has room."""
+
+    def recomputed(self, layers: int) -> range:
+        """Return which of so many blocks are recomputed, wholly or in part."""
+        return range(0, layers - self.checkpoint_but_last, self.checkpoint_every)
 
 
 @dataclass(frozen=True)
@@ -52,8 +58,8 @@ class EngineConfig(DeepSpeedJson):
         return self.raw.get(BLOCK, {})
 
     def _of_block(self, settings: type[T]) -> T:
-        names = [field.name for field in fields(settings) if field.name in self.block]
-        return settings(**{name: self.block[name] for name in names})
+        names = {field.name for field in fields(settings)}
+        return settings(**{k: value for k, value in self.block.items() if k in names and value != "auto"})
 
     @property
     def for_deepspeed(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from wandistiller.distributed.sequence_parallel import ImaginedRanks
 from wandistiller.engine.engine_config import RECOMPUTED, CheckpointPolicy, EngineConfig, Kernels
 from wandistiller.engine.zero_memory import Bytes
+from wandistiller.network.adapters import Lora, add_lora, is_adapter
 from wandistiller.network.config import NetworkConfig
 from wandistiller.network.names import set_parameter
 from wandistiller.utils.memoize import once_for_each
@@ -67,11 +68,12 @@ def activation_bytes(
     accelerator: bool,
     sharers: int = 1,
     recomputes: bool = True,
+    lora: dict[str, Any] | None = None,
 ) -> Bytes:
     """Count the memory that a micro-step takes beside weights and gradients, at its peak.
 
-    All weights are counted as trained. The peak is in the backward pass of the last block that is recomputed;
-    blocks before it have the inputs of their checkpoints, or all that they saved.
+    All weights are counted as trained, or all adapters. The peak is in the backward pass of the last block;
+    those before it have the inputs of their checkpoints, or all that they saved.
     With `cpu_checkpointing` an accelerator's checkpoints keep all inputs of each in CPU memory, also those
     that others have (deepspeed 0.19.8).
 
@@ -79,16 +81,19 @@ def activation_bytes(
         micro: samples of a micro-step.
         sharers: ranks that compute each sample together.
         recomputes: False for what is there between forward and backward pass.
+        lora: settings of adapters, which alone learn then.
     """
     policy, shape = engine.recompute, (config, engine, latent, accelerator, sharers)
-    every, part = (policy.checkpoint_every, policy.checkpoint) if policy else (1, "")
-    traced = _for_samples(partial(_passes, part, engine.empties_inputs), micro, *shape)
-    number = -(-config.num_layers // every)
+    layers, part = config.num_layers, policy.checkpoint if policy else ""
+    again = policy.recomputed(layers) if policy else range(layers)
+    traced = _for_samples(partial(_passes, part, engine.empties_inputs, lora), micro, *shape)
+    number = len(again)
     nbytes = traced["peak" if recomputes else "held"] + (number - 2) * traced["block"]
-    if every > 1:
-        gone = recomputes and (config.num_layers - 1) % every > 0  # the last block, of those kept whole
-        of_whole = _for_samples(partial(_passes, "", False), micro, *shape)
-        nbytes += (config.num_layers - number - gone) * of_whole["block"]
+    if number < layers:
+        gone = recomputes and layers - 1 not in again  # the last block, of those kept whole
+        in_parts = part != "blocks"
+        of_one = _for_samples(partial(_passes, "", False, lora), micro, *shape) if in_parts else traced
+        nbytes += (layers - number - gone) * of_one["whole"]
     on_cpu = accelerator and engine.section(RECOMPUTED).get("cpu_checkpointing")
     host = number * traced["inputs"] if on_cpu else 0
     away = (number - recomputes) * traced["inputs"] if on_cpu else 0  # those of one block come back
@@ -164,7 +169,13 @@ def _for_samples(
 
 @once_for_each
 def _passes(
-    part: str, copies: bool, samples: int, config: NetworkConfig, dtype: torch.dtype, *shape: Any
+    part: str,
+    copies: bool,
+    lora: dict[str, Any] | None,
+    samples: int,
+    config: NetworkConfig,
+    dtype: torch.dtype,
+    *shape: Any,
 ) -> dict[str, int]:
     """Trace the bytes of both passes of a network of two blocks, and those that a block adds.
 
@@ -176,24 +187,31 @@ def _passes(
         peak: the most until the backward pass has left the blocks.
         held: between both passes.
         block: what the forward pass of a block leaves.
+        whole: the same of a block that is not recomputed, but not if parts of it are.
         inputs: those of a block's checkpoints.
     """
-    peak, entered, inputs = [], [], []
+    peak, entered, inputs, whole = [], [], [], []
     with FakeTensorMode():
-        model, call = _transformer(samples, config, lambda _: dtype, *shape)
-        for p in model.requires_grad_(True).parameters():
-            p.grad = torch.empty_like(p)
+        model, call = _transformer(samples, config, lambda _: dtype, *shape, lora)
+        for name, p in model.named_parameters():
+            if p.requires_grad_(not lora or is_adapter(name)).requires_grad:
+                p.grad = torch.empty_like(p)
         with Live() as live:
 
             def enter(_: nn.Module, args: tuple) -> None:
                 entered.append(live.now)
                 if len(entered) == 1:
-                    args[0].register_hook(lambda _: peak.append(live.most))
+                    args[0].requires_grad_().register_hook(lambda _: peak.append(live.most))
+
+            def measured(run: Callable[..., Tensor], *args: Any) -> Tensor:
+                before, h_BSD = live.now, run(*args)
+                whole.append(live.now - before)
+                return h_BSD
 
             def recomputed(run: Callable[..., Tensor], *args: Any) -> Tensor:
                 args = tree_map(lambda t: t.clone() if copies and isinstance(t, Tensor) else t, args)
                 inputs.append(sum(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor)))
-                return checkpoint(run, *args, use_reentrant=True, preserve_rng_state=False)
+                return checkpoint(measured, run, *args, use_reentrant=True, preserve_rng_state=False)
 
             for block in model.blocks:
                 block.register_forward_pre_hook(enter)
@@ -203,7 +221,8 @@ def _passes(
             held = live.now
             v_BCFHW.backward(torch.empty_like(v_BCFHW))
     block = entered[1] - entered[0]
-    return {"peak": peak[0], "held": held, "block": block, "inputs": sum(inputs) // 2}
+    of_block = {"block": block, "whole": (whole or [block])[-1], "inputs": sum(inputs) // 2}
+    return {"peak": peak[0], "held": held} | of_block
 
 
 def _names(config: NetworkConfig, part: str) -> tuple[str, ...]:
@@ -235,9 +254,13 @@ def _transformer(
     text_tokens: int,
     accelerator: bool,
     sharers: int,
+    lora: dict[str, Any] | None = None,
 ) -> tuple[nn.Module, Callable[[], Tensor]]:
     """Make the transformer and a call of it, without memory, to be used in the same FakeTensorMode."""
     model = config.meta()
+    if lora:
+        with torch.device("meta"):
+            add_lora(model, Lora(**lora), seed=0)
     for name, p in list(model.named_parameters()):
         set_parameter(model, name, torch.empty(p.shape, dtype=dtype_of(name)))
     for module in model.modules():

@@ -1,6 +1,7 @@
 """Sources of the weights of blocks that are there only while they compute, forward and backward."""
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ SOURCE = "block_source"
 class BlockSource(ABC):
     """Gives blocks their weights when they are called, those of all networks that share the weights.
 
-    It follows the direction of travel: up in a forward pass, down where backward recomputes each block.
+    It follows the direction of travel: up in a forward pass, down in a backward pass.
     """
 
     def __init__(self, layers: int):
@@ -32,6 +33,22 @@ class BlockSource(ABC):
     def turn(self) -> None:
         """Announce that a backward pass follows the last block, which is entered next."""
         self._turns = True
+
+    def saved(self, number: int, block: nn.Module) -> AbstractContextManager[None]:
+        """Let autograd, for what is computed within, take the block's weights from where they are then."""
+        plain = (p for p in block.parameters() if type(p) is nn.Parameter)  # others' places do not change
+        by_place = {(p.untyped_storage().data_ptr(), p.dtype): p for p in plain}
+
+        def pack(t: Tensor) -> Tensor | tuple[Any, ...]:
+            is_plain = type(t) in (Tensor, nn.Parameter)
+            p = by_place.get((t.untyped_storage().data_ptr(), t.dtype)) if is_plain else None
+            return t if p is None else (p, t.shape, t.stride(), t.storage_offset())
+
+        def unpack(saved: Tensor | tuple[Any, ...]) -> Tensor:
+            self._enter(number)
+            return saved if isinstance(saved, Tensor) else saved[0].data.as_strided(*saved[1:])
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def _enter(self, number: int, *_: Any) -> None:
         turns, self._turns = self._turns, False

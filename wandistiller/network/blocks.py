@@ -38,20 +38,22 @@ class Blocks:
         self.features: dict[int, Tensor] = {}
         self._number = {block: i for i, block in enumerate(model.blocks)}
         self._projections = dict(getattr(model, PROJECTIONS, nn.ModuleDict()).items())
-        chosen = set(list(model.blocks)[:: policy.checkpoint_every]) if policy else set()
+        chosen = {model.blocks[i] for i in policy.recomputed(len(model.blocks))} if policy else set()
         names = parts[policy.checkpoint] if policy else ()
         self._whole, self._copies = chosen if not names else set(), copies
         self._recomputes, self._source = True, getattr(model, SOURCE, None)
         for part in (block.get_submodule(name) for block in chosen for name in names):
             part.forward = partial(self._run_part, part, part.forward)
-        if self._whole or self._projections:
+        for block in (set(model.blocks) - self._whole) if self._source else ():
+            block.forward = partial(self._run_stored, block, block.forward)
+        if self._whole or self._projections or self._source:
             model.enable_gradient_checkpointing(self._run)
 
     @contextmanager
     def stored(self) -> Iterator[None]:
         """Keep all activations within: reentrant checkpoints refuse gradients of inputs alone.
 
-        But for those of weights that a source replaces: torch's other checkpoints recompute these.
+        But for blocks whose weights come from a source: torch's other checkpoints recompute these.
         """
         self._recomputes = False
         try:
@@ -62,11 +64,18 @@ class Blocks:
     def _run_part(self, part: nn.Module, run: Callable[..., Tensor], *inputs: Any) -> Tensor:
         return _checkpointed(part, run, self._copies, *inputs) if self._recomputes else run(*inputs)
 
+    def _run_stored(self, block: nn.Module, run: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """Compute a block that is not recomputed, whose weights are not there until its backward pass."""
+        if not (self._recomputes and torch.is_grad_enabled()):
+            return run(*inputs)
+        with self._source.saved(self._number[block], block):
+            return run(*inputs)
+
     def _run(self, block: nn.Module, h_BSD: Tensor, *others: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         run, number = block, self._number[block]
         if self._recomputes and block in self._whole:
             run = partial(_checkpointed, block, block, self._copies)
-        elif self._source:
+        elif self._source and not self._recomputes:
             run = partial(checkpoint, block, use_reentrant=False)
         if self._source and number == len(self._number) - 1:
             self._source.turn()

@@ -38,11 +38,10 @@ class Flops(NamedTuple):
         """
         return (1 + trained) * self.products + 2 * self.attention
 
-    def recomputed(self, policy: CheckpointPolicy | None) -> float:
-        """Return the share of the blocks' operations that a backward pass computes again."""
-        if not policy:
-            return 0.0
-        return self.parts[policy.checkpoint] / self.parts["blocks"] / policy.checkpoint_every
+    def recomputed(self, policy: CheckpointPolicy | None, layers: int) -> float:
+        """Return the share of the operations of so many blocks that a backward pass computes again."""
+        share = len(policy.recomputed(layers)) / layers if policy else 0.0
+        return share and self.parts[policy.checkpoint] / self.parts["blocks"] * share
 
 
 @once_for_each

@@ -10,7 +10,6 @@ from wandistiller.engine.engine_config import RECOMPUTED, EngineConfig
 from wandistiller.engine.zero_memory import Bytes
 from wandistiller.experts import Expert
 from wandistiller.network.activation_memory import activation_bytes, call_bytes, compared_bytes
-from wandistiller.network.config import NetworkConfig
 from wandistiller.network.folder import Folder
 from wandistiller.planner.machine import Machine, Parts, PhasePeak, total
 from wandistiller.planner.student_memory import (
@@ -66,7 +65,7 @@ def activations(job: Job, machine: Machine) -> tuple[int, int]:
     p, engine = _Planner(job, machine), job.student_engine
     recomputes = engine if engine.recompute else engine.replaced(**{RECOMPUTED: {}})
     engines = recomputes, engine.without_recompute
-    return tuple(p.saved(job.student_transformer, each, p.samples).transient for each in engines)
+    return tuple(p.saved(job.networks.first, each, p.samples).transient for each in engines)
 
 
 def _in_step(parts: Parts) -> Parts:
@@ -141,16 +140,16 @@ class _Planner:
         return teacher_parts(self.job, self.machine, self.latent, samples, together)
 
     def saved(
-        self, config: NetworkConfig, engine: EngineConfig, samples: int, *, recomputes: bool = True
+        self, row: NetworkPlan, engine: EngineConfig, samples: int, *, recomputes: bool = True
     ) -> Bytes:
         """Memory of the activations of a learning network, as in `activation_bytes`."""
-        how = {"accelerator": self.gpu, "sharers": self.sharers, "recomputes": recomputes}
-        return activation_bytes(config, engine, self.latent, samples, **how)
+        how = {"accelerator": self.gpu, "sharers": self.sharers, "lora": row.trained.lora}
+        return activation_bytes(row.config, engine, self.latent, samples, recomputes=recomputes, **how)
 
     def _sampled(self, passes: Parts) -> Parts:
         """The same parts of a student's passes between its forward and its backward pass."""
         j = self.job
-        held = self.saved(j.student_transformer, j.student_engine, self.samples, recomputes=False)
+        held = self.saved(j.networks.first, j.student_engine, self.samples, recomputes=False)
         return passes | {ACTIVATIONS: held}
 
     def phases(self, coding: bool) -> dict[str, PhasePeak]:
@@ -169,7 +168,7 @@ class _Planner:
                 held = sampled | of_other
                 if j.networks.share_base and j.teacher.sweeps:  # both go through the blocks together
                     samples = j.batch.micro * (1 + other.trained.has_heads)
-                    inputs = self.saved(other.config, other.engine, samples, recomputes=False)
+                    inputs = self.saved(other, other.engine, samples, recomputes=False)
                     held |= {f"{name}'s activations": inputs}
                 steps = {a: parts | of_other for a, parts in steps.items()}
                 its_steps = {
@@ -260,7 +259,7 @@ class _Planner:
         ema = j.run.ema is not None
         experts = len(j.networks.learning)
         parts = student_parts(self.network, experts, engine, ranks, accelerator=self.gpu, ema=ema)
-        saved = self.saved(j.student_transformer, engine, self.samples)
+        saved = self.saved(j.networks.first, engine, self.samples)
         lasting = {f"student's {use}": replace(b, transient=0) for use, b in parts.items()}
         transient = {f"student's {use}{IN_STEP}": b.transient for use, b in parts.items() if b.transient}
         if Expert.HIGH_NOISE in {*j.networks.student} - {*j.networks.learning}:  # the samples begin with it
@@ -283,7 +282,7 @@ class _Planner:
         has_heads = other.trained.has_heads  # on samples and cached latents
         network = other.parameters
         parts = student_parts(network, 1, engine, ranks, accelerator=self.gpu)
-        saved = self.saved(other.config, engine, j.batch.micro * (2 if has_heads else 1))
+        saved = self.saved(other, engine, j.batch.micro * (2 if has_heads else 1))
         lasting = {f"{name}'s {use}": replace(b, transient=0) for use, b in parts.items()}
         step = {f"{name}'s {use}{IN_STEP}": Bytes(transient=b.transient) for use, b in parts.items()}
         optimizer = {f"{name}'s gradients in float32": Bytes(transient=2 * cast_bytes(network, engine))}
@@ -294,8 +293,9 @@ class _Planner:
         steps, slope = {name: passes, f"{name}'s optimizer": step | optimizer}, {}
         if has_heads:  # a gradient of their input; checkpoints only of blocks whose weights are replaced
             arrive = j.networks.share_base and j.teacher.sweeps
-            held = engine.replaced(**{RECOMPUTED: {}}) if arrive else engine.without_recompute
-            whole = self.saved(other.config, held, j.batch.micro)
+            held = engine.without_recompute
+            held = held.replaced(**{RECOMPUTED: {}}) if arrive else held
+            whole = self.saved(other, held, j.batch.micro)
             slope = {f"{name}'s activations, of a slope": whole} | self._unpacked(held)
         return lasting, steps, slope
 

@@ -22,6 +22,7 @@ from wandistiller.engine.preflight import config_problems
 from wandistiller.engine.zero_memory import Bytes, Topology
 from wandistiller.planner.compiling import with_kernels
 from wandistiller.planner.disk import on_its_disk, swap_folder
+from wandistiller.planner.free_memory import BUT_LAST, with_free_memory
 from wandistiller.planner.machine import Demand, Machine, demands, moments, this_machine
 from wandistiller.planner.peak_memory import plan
 from wandistiller.student.trainable import tuning_problems
@@ -59,8 +60,6 @@ ENOUGH = 6000
 """Tokens of a micro-step, as of four images of 480x832, beside which what moves in each counts little."""
 AS_IS = "as given"
 """Instead of a file's name, for an engine that is not chosen."""
-SPARE = 0.1
-"""Share of a GPU's free memory that a run leaves where its optimizer stays there."""
 NEAREST = 3
 """Number of combinations in the error message."""
 HELPS = (
@@ -312,16 +311,17 @@ def resolve_auto(job: Job) -> Job:
         ConfigError: on all ranks; nothing fits, or their nodes can build different JSONs.
     """
     engine, is_chosen, lines = job.student_engine, any(left_open(job)), []
-    if not (is_chosen or engine.is_offload_open or engine.is_compile_open or engine.kernels.compile):
+    is_open = engine.is_offload_open or engine.is_compile_open or engine.block.get(BUT_LAST) == "auto"
+    if not (is_chosen or is_open or engine.kernels.compile):
         return job
     swap = swap_folder(job, shipped=is_chosen)
     machine = on_its_disk(this_machine(swap), job, swap)
     if is_chosen:
         best = _chosen_by_all(job, machine)
         job, lines = best.job, best.lines(machine)
-    job, of_optimizer = with_optimizer(job, machine)
+    job, of_memory = with_free_memory(job, machine)
     job, of_kernels = with_kernels(job, machine, here=True)
-    for line in [*lines, *of_optimizer, *of_kernels]:
+    for line in [*lines, *of_memory, *of_kernels]:
         collectives.log0("%s", line)
     return job
 
@@ -333,26 +333,6 @@ def _chosen_by_all(job: Job, machine: Machine) -> Choice:
         remedy = "`wandistiller doctor`, started there, says what some lack; install it, or name both JSONs."
         raise ConfigError(f"`auto` differs, as nodes can build different JSONs: {'; '.join(every)}. {remedy}")
     return best
-
-
-def with_optimizer(job: Job, machine: Machine) -> tuple[Job, list[str]]:
-    """Keep the optimizer on the GPUs, if its JSON leaves that open and they have room for it. Collective.
-
-    Returns:
-        The job, and lines on the choice.
-    """
-    engine = job.student_engine
-    if not engine.is_offload_open or machine.device_free is None:
-        return job, []
-    zero = {k: value for k, value in engine.section("zero_optimization").items() if k != "offload_optimizer"}
-    moved = replace(job, student_engine=engine.replaced(zero_optimization=zero))
-    gpu, *others = demands(moments(plan(moved, machine)), machine)
-    fits = gpu.need <= (1 - SPARE) * gpu.free and all(d.is_met for d in [gpu, *others])
-    tuned = replace(job.run, lora=None)  # of its checks none is about the engine
-    fits &= not tuning_problems(tuned, job.student_transformer, moved.student_engine)
-    if collectives.on_any_rank(not fits):
-        return job, [f"chosen    optimizer in CPU memory, as on the GPUs it needs {gpu} of {gpu.supply}"]
-    return moved, [f"chosen    optimizer on the GPUs; the run takes {gpu} of {gpu.supply}"]
 
 
 def left_open(job: Job) -> tuple[bool, bool]:

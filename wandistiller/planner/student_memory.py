@@ -16,7 +16,7 @@ from wandistiller.engine.zero_memory import (
     partition_bytes,
     round_up,
 )
-from wandistiller.network.names import block_of
+from wandistiller.network.names import block_of, is_in_block
 from wandistiller.network.network import Parameters
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.utils.system_memory import PINNED_ROUNDED
@@ -169,11 +169,13 @@ def _partitioned(
 
 
 def _held_bytes(sizes: list[ParameterSize], engine: EngineConfig) -> int:
-    """Bytes of whole weights held for the backward pass: of one block, if blocks are recomputed."""
+    """Bytes of whole weights held for the backward pass: of blocks that are not recomputed, at least one."""
     blocks: Counter[str] = Counter()
     for s in sizes:
         blocks[block_of(s.name)] += s.part(1)
-    return max(blocks.values()) if engine.recompute else blocks.total()
+    layers = sum(map(is_in_block, blocks))
+    again = len(engine.recompute.recomputed(layers)) if engine.recompute else 0
+    return max(1, layers - again) * max(blocks.values()) if again else blocks.total()
 
 
 def _locked(offload: dict[str, Any], accelerator: bool, n: int) -> Bytes:

@@ -98,7 +98,8 @@ def passes(job: Job, updates: Sequence[str] = ()) -> dict[str, Passes]:
     for role, each in made.items():
         if each.backward:
             config, _, engine = _network(job, role)
-            again = _mean(job, lambda z: count_flops(config, z).recomputed(engine.recompute))  # noqa: B023
+            how = engine.recompute, config.num_layers
+            again = _mean(job, lambda z: count_flops(config, z).recomputed(*how))  # noqa: B023
             made[role] = each._replace(forward=each.forward + each.backward * again)
     return made
 

@@ -1,15 +1,14 @@
-"""What does not go together: engines with NVMe on this machine, adapters on weights that come and go."""
+"""What does not go together: engines with NVMe on this machine."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-from recipes import recipe, student_engine
+from recipes import recipe
 
 from wandistiller.config import cross_checks
 from wandistiller.config.run_config import RunConfig
 from wandistiller.config.validate import read_job
-from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 
 
@@ -38,28 +37,3 @@ def test_a_swap_folder_that_cannot_be_written_to_is_known_before_the_run(wan1: P
     assert [text.partition(".")[0] for text in found] == [
         "`nvme_path` is /proc/swap, which is the system's own folder"
     ]
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        (
-            {"activation_checkpointing": None},
-            "`activation_checkpointing` is missing. The teacher is streamed",
-        ),
-        (
-            {"wandistiller": {"checkpoint": "attention"}},
-            '`wandistiller.checkpoint` is "attention". The teacher',
-        ),
-        ({"wandistiller": {"checkpoint_every": 2}}, "`wandistiller.checkpoint_every` is 2. The teacher"),
-    ],
-)
-def test_adapters_on_blocks_that_come_and_go_need_every_block_recomputed(
-    wan1: Path, tmp_path: Path, changes: dict[str, Any], text: str
-) -> None:
-    engine = {key: value for key, value in (student_engine(2) | changes).items() if value is not None}
-    given = {"student_config": {}, "lora": {"rank": 2}, "deepspeed_config": engine}
-    given |= {"teacher_deepspeed_config": {"wandistiller": {"placement": "streamed"}}}
-    with pytest.raises(ConfigError) as refused:
-        read_job(RunConfig(**recipe(tmp_path, wan1, output_dir=str(tmp_path / "out"), **given)), 1)
-    assert any(text in problem for problem in refused.value.problems)

@@ -188,6 +188,7 @@ def test_checkpointed_gradients_equal_plain_autograd_s(
     [
         ({}, 6, 6, 6),
         ({"checkpoint_every": 2}, 5, 5, 5),
+        ({"checkpoint_but_last": 2}, 4, 4, 4),
         ({"checkpoint": "attention"}, 3, 6, 3),
         ({"checkpoint": "feed_forward"}, 3, 3, 6),
     ],

@@ -49,18 +49,25 @@ def test_a_backward_pass_has_the_operations_that_torch_counts(lora: dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("policy", "share"), [(None, 0), (CheckpointPolicy(), 1), (CheckpointPolicy(checkpoint_every=2), 1 / 2)]
+    ("policy", "share"),
+    [
+        (None, 0),
+        (CheckpointPolicy(), 1),
+        (CheckpointPolicy(checkpoint_every=2), 1 / 2),
+        (CheckpointPolicy(checkpoint_but_last=3), 1 / 4),
+        (CheckpointPolicy(checkpoint_but_last=9), 0),
+    ],
 )
 def test_a_backward_pass_computes_checkpointed_blocks_again(
     policy: CheckpointPolicy | None, share: float
 ) -> None:
     c = TransformerConfig.of(small_transformer(0, 4, **SIZES).config)
-    assert count_flops(c, LATENT).recomputed(policy) == share
+    assert count_flops(c, LATENT).recomputed(policy, 4) == share
 
 
 def test_a_feed_forward_part_is_its_share_of_the_block() -> None:
     c = TransformerConfig.of(small_transformer(0, 4, **SIZES).config)
     d, f, tokens = 256, 1024, 8 * 12
     block = (count_flops(c, LATENT).forward - count_flops(c.replaced(num_layers=1), LATENT).forward) / 3
-    share = count_flops(c, LATENT).recomputed(CheckpointPolicy(checkpoint="feed_forward"))
+    share = count_flops(c, LATENT).recomputed(CheckpointPolicy(checkpoint="feed_forward"), 4)
     assert share == pytest.approx(2 * 2 * tokens * d * f / block)

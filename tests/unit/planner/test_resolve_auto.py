@@ -20,9 +20,8 @@ from wandistiller.config.job import Job
 from wandistiller.config.validate import read_job
 from wandistiller.engine.zero_memory import Topology
 from wandistiller.planner.disk import on_its_disk
-from wandistiller.planner.machine import Machine, demands, moments
-from wandistiller.planner.peak_memory import plan
-from wandistiller.planner.resolve_auto import choices, chosen, left_open, pairs, teachers, with_optimizer
+from wandistiller.planner.machine import Machine
+from wandistiller.planner.resolve_auto import choices, chosen, left_open, pairs, teachers
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import read_json
 from wandistiller.utils.system_memory import GIB
@@ -64,34 +63,6 @@ def test_of_what_is_auto_the_simplest_that_fits_is_chosen(
 ) -> None:
     choice = chosen(job(published, machine, wan, **given), machine)
     assert (choice.student, choice.teacher) == (student, teacher)
-
-
-def with_adapters(published: Path, machine: Machine) -> Job:
-    """The 14B's adapters as the shipped recipes train them, whose optimizer may be in two places."""
-    given = {
-        "deepspeed_config": "ds_configs/student/lora_wan.json",
-        "teacher_deepspeed_config": "ds_configs/teacher/streamed.json",
-    }
-    return job(published, machine, LARGE, lora={"rank": 64}, lr=1e-4, **given)
-
-
-@pytest.mark.parametrize(("each", "place"), [(8, "cpu"), (24, "none")])
-def test_the_optimizer_of_adapters_is_on_a_gpu_that_has_room_for_it(
-    published: Path, each: int, place: str
-) -> None:
-    machine = gpus(1, each, 128)
-    run = with_adapters(published, machine)
-    placed, (line,) = with_optimizer(run, machine)
-    assert run.student_engine.optimizer_on == "cpu" and placed.student_engine.optimizer_on == place
-    assert ("in CPU memory" in line) == (place == "cpu")
-    need, *_ = demands(moments(plan(placed, machine)), machine)
-    assert need.need <= (0.9 if place == "none" else 1) * machine.device_free
-
-
-def test_an_optimizer_stays_in_cpu_memory_where_there_is_no_gpu(published: Path) -> None:
-    machine = Machine(None, 128 * GIB, 1000 * GIB, 1, 1)
-    placed, lines = with_optimizer(with_adapters(published, machine), machine)
-    assert placed.student_engine.optimizer_on == "cpu" and lines == []
 
 
 def test_of_micro_batches_the_largest_that_fits_is_chosen(published: Path) -> None:

@@ -53,10 +53,11 @@ def test_a_call_has_room_for_the_largest_layer_that_is_unpacked(
 @pytest.mark.parametrize(
     ("weights", "kept", "coming", "given", "blocks"),
     slow_but(
-        [("int8", 2, 0, {}, 1)],
+        [("int8", 2, 0, {"checkpoint_but_last": 9}, 9)],
         [
             ("int8", 2, 0, {}, 1),
-            ("float8", 2, 8, {"checkpoint_every": 2}, 21),
+            ("int8", 2, 0, {"checkpoint_but_last": 9}, 9),
+            ("float8", 2, 8, {"checkpoint_every": 2}, 20),
             ("nf4", 0, 14, {"checkpoint": "feed_forward"}, None),
         ],
     ),

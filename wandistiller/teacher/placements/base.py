@@ -153,14 +153,15 @@ class Placement(Kernels, ABC):
     def unpacked_with_gradients(self, config: NetworkConfig, policy: CheckpointPolicy | None) -> int:
         """Bytes that a forward and backward pass takes for quantised weights, of networks that share them.
 
-        Autograd keeps those of all blocks but the recomputed ones, and of one of these; beside them a layer
-        is unpacked.
+        Autograd keeps those of blocks that are not recomputed, at least of one; beside them a layer is
+        unpacked.
 
         Args:
             policy: what is recomputed; None: nothing.
         """
         item, layers, saved, coming = self.engine.dtype.itemsize, config.num_layers, 0, 0
-        again = -(-layers // policy.checkpoint_every) - 1 if policy else 0
+        numbers = policy.recomputed(layers) if policy else range(0)
+        again = len(numbers) - (layers - 1 in numbers)  # the last one's are there as those of the others are
         parts = config.parts[policy.checkpoint] if policy else ()
         for name, n in self._quantized(config.replaced(num_layers=1)).items():
             stays = quantized.unpacked_until_backward(n, self.weights, item)

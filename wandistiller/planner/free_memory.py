@@ -1,0 +1,59 @@
+"""Decides what GPUs keep in memory that is free, where the student's JSON leaves that at "auto"."""
+
+from bisect import bisect_left
+from dataclasses import replace
+
+from wandistiller.config.job import Job
+from wandistiller.distributed import collectives
+from wandistiller.engine.ds_schema import BLOCK
+from wandistiller.planner.machine import Demand, Machine, demands, moments
+from wandistiller.planner.peak_memory import plan
+from wandistiller.student.trainable import tuning_problems
+
+SPARE = 0.1
+"""Share of a GPU's free memory that a run leaves where it keeps there what could be elsewhere."""
+BUT_LAST = "checkpoint_but_last"
+
+
+def with_free_memory(job: Job, machine: Machine) -> tuple[Job, list[str]]:
+    """Keep the optimizer, which saves most seconds a GiB, then activations; lines say so. Collective."""
+    if machine.device_free is None:
+        return job, []
+    job, lines = _with_optimizer(job, machine)
+    job, of_activations = _with_activations(job, machine)
+    return job, lines + of_activations
+
+
+def _with_optimizer(job: Job, machine: Machine) -> tuple[Job, list[str]]:
+    engine = job.student_engine
+    if not engine.is_offload_open:
+        return job, []
+    zero = {k: value for k, value in engine.section("zero_optimization").items() if k != "offload_optimizer"}
+    moved = replace(job, student_engine=engine.replaced(zero_optimization=zero))
+    gpu, fits = _demand(moved, machine)
+    tuned = replace(job.run, lora=None)  # of its checks none is about the engine
+    fits &= not tuning_problems(tuned, job.student_transformer, moved.student_engine)
+    if collectives.on_any_rank(not fits):
+        return job, [f"chosen    optimizer in CPU memory, as on the GPUs it needs {gpu} of {gpu.supply}"]
+    return moved, [f"chosen    optimizer on the GPUs; the run takes {gpu} of {gpu.supply}"]
+
+
+def _with_activations(job: Job, machine: Machine) -> tuple[Job, list[str]]:
+    engine, layers = job.student_engine, job.student_transformer.num_layers
+    if engine.block.get(BUT_LAST) != "auto":
+        return job, []
+
+    def keeping(blocks: int) -> Job:
+        return replace(job, student_engine=engine.replaced(**{BLOCK: engine.block | {BUT_LAST: blocks}}))
+
+    first = bisect_left(range(1, layers + 1), True, key=lambda n: not _demand(keeping(n), machine)[1])
+    blocks = min(collectives.gather_objects(first))  # ranks that share a sample must compute alike
+    gpu, _ = _demand(keeping(blocks or 1), machine)
+    takes = f"kept; {'the run takes' if blocks else 'those of one need'} {gpu} of {gpu.supply}"
+    return keeping(blocks), [f"chosen    activations of the last {blocks} of {layers} blocks {takes}"]
+
+
+def _demand(job: Job, machine: Machine) -> tuple[Demand, bool]:
+    """Return what `job` needs on a GPU, and whether all that it needs is there, with SPARE."""
+    gpu, *others = demands(moments(plan(job, machine)), machine)
+    return gpu, gpu.need <= (1 - SPARE) * gpu.free and all(d.is_met for d in [gpu, *others])
