@@ -31,7 +31,7 @@ ROOMY = {"zero2": 1.35}
 At stage 2 gradients come on a stream of their own, and what it has freed is planned as taken.
 """
 LATE = {
-    "lora_wan_clips": 1.5,
+    "lora_wan_clips": 1.65,
     "zero3_offload_64": 1.4,
     "zero3_offload": 1.3,
     "zero3": 1.15,
