@@ -91,9 +91,8 @@ def activation_bytes(
     nbytes = traced["peak" if recomputes else "held"] + (number - 2) * traced["block"]
     if number < layers:
         gone = recomputes and layers - 1 not in again  # the last block, of those kept whole
-        in_parts = part != "blocks"
-        of_one = _for_samples(partial(_passes, "", False, lora), micro, *shape) if in_parts else traced
-        nbytes += (layers - number - gone) * of_one["whole"]
+        one = traced if part == "blocks" else _for_samples(partial(_passes, "", False, lora), micro, *shape)
+        nbytes += (layers - number - gone) * one["whole"]
     on_cpu = accelerator and engine.section(RECOMPUTED).get("cpu_checkpointing")
     host = number * traced["inputs"] if on_cpu else 0
     away = (number - recomputes) * traced["inputs"] if on_cpu else 0  # those of one block come back
@@ -195,9 +194,8 @@ def _passes(
         model, call = _transformer(samples, config, lambda _: dtype, *shape, lora)
         for name, p in model.named_parameters():
             # beside adapters the embedding of patches learns, so that the first block's input has a gradient
-            learns = not lora or is_adapter(name) or name.startswith("patch_embedding")
-            if p.requires_grad_(learns).requires_grad:
-                p.grad = torch.empty_like(p)
+            p.requires_grad_(not lora or is_adapter(name) or name.startswith("patch_embedding"))
+            p.grad = torch.empty_like(p) if p.requires_grad else None
         with Live() as live:
 
             def enter(_: nn.Module, args: tuple) -> None:
