@@ -16,13 +16,7 @@ from wandistiller.evaluation.sampling import STEPS, Sampling, flag_problems, siz
 from wandistiller.monitoring.headline import Evaluated
 from wandistiller.network.folder import Folder
 from wandistiller.planner.sampling import Drawing, choose, read_placed
-from wandistiller.utils.errors import (
-    ConfigError,
-    collecting,
-    folder_problems,
-    inside_problems,
-    readable,
-)
+from wandistiller.utils.errors import ConfigError, collecting, folder_problems, inside_problems, readable
 from wandistiller.wan.added_lora import read_recorded
 from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
 from wandistiller.wan.pipeline import open_wan

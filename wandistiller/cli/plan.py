@@ -4,14 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from wandistiller.cli.flags import PlanFlags
-from wandistiller.cli.plan_report import (
-    Planned,
-    Recommended,
-    cost,
-    duration,
-    report,
-    verdict,
-)
+from wandistiller.cli.plan_report import Planned, Recommended, cost, duration, report, verdict
 from wandistiller.config.job import Job
 from wandistiller.config.recipe import recipe_of
 from wandistiller.config.stages import read_jobs

@@ -16,13 +16,7 @@ from deepspeed.utils import groups
 from torch import Tensor
 from torch.distributed import Store
 
-from wandistiller.distributed.device import (
-    default_backend,
-    device,
-    nccl_version,
-    on_accelerator,
-    take_gpu,
-)
+from wandistiller.distributed.device import default_backend, device, nccl_version, on_accelerator, take_gpu
 from wandistiller.distributed.meeting import Meeting
 from wandistiller.distributed.shutdown import Stopped, stopping
 from wandistiller.distributed.watchdog import Watchdog, open_store

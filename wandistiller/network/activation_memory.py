@@ -193,15 +193,16 @@ def _passes(
     with FakeTensorMode():
         model, call = _transformer(samples, config, lambda _: dtype, *shape, lora)
         for name, p in model.named_parameters():
-            # beside adapters the embedding of patches learns, so that the first block's input has a gradient
-            p.requires_grad_(not lora or is_adapter(name) or name.startswith("patch_embedding"))
-            p.grad = torch.empty_like(p) if p.requires_grad else None
+            if p.requires_grad_(not lora or is_adapter(name)).requires_grad:
+                p.grad = torch.empty_like(p)
         with Live() as live:
 
-            def enter(_: nn.Module, args: tuple) -> None:
+            def enter(_: nn.Module, args: tuple) -> tuple:
                 entered.append(live.now)
-                if len(entered) == 1:
+                if len(entered) == 1:  # its input has a gradient, though all before may be frozen
+                    args = (args[0] + args[0].new_zeros((), requires_grad=True), *args[1:])
                     args[0].register_hook(lambda _: peak.append(live.most))
+                return args
 
             def measured(run: Callable[..., Tensor], *args: Any) -> Tensor:
                 before, h_BSD = live.now, run(*args)
