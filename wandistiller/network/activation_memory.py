@@ -199,8 +199,9 @@ def _passes(
 
             def enter(_: nn.Module, args: tuple) -> tuple:
                 entered.append(live.now)
-                if len(entered) == 1:  # its input has a gradient, though all before may be frozen
-                    args = (args[0] + args[0].new_zeros((), requires_grad=True), *args[1:])
+                if len(entered) == 1:
+                    if not args[0].requires_grad:  # all before is frozen
+                        args = (args[0] + args[0].new_zeros((), requires_grad=True), *args[1:])
                     args[0].register_hook(lambda _: peak.append(live.most))
                 return args
 
