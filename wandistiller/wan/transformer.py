@@ -17,8 +17,8 @@ from wandistiller.wan.two_times import TwoTimes
 def renew_rope(model: WanTransformer3DModel, device: torch.device | None = None) -> None:
     """Make the rope tables of `model` again, in float32, on `device` or torch's default one.
 
-    zero.Init builds float tables in its own dtype, and `data_types.buffer_dtype` casts buffers (deepspeed
-    0.19.8): in bf16 cos is off by up to 2.0 at 1024 positions.
+    zero.Init builds float tables in its own dtype (deepspeed 0.19.8): in bf16 cos is off by up to 2.0 at 1024
+    positions.
     tests/unit/wan/test_transformer.py::test_rope_tables_survive_every_engine.
     """
     c = model.config
