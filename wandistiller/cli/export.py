@@ -34,9 +34,9 @@ def run(flags: ExportFlags) -> None:
         if name == "lora":
             require_no_whole_model(flags.checkpoint)
         source = read_source(flags.checkpoint, flags.ema)
-    if source.facts.is_flow_map and name != "diffusers":
-        remedy = "No LoRA has its second time, and no node of ComfyUI says where its velocity leads. "
-        raise ConfigError(f"{source.folder}: is a flow map. {remedy}Write --format diffusers, no --adapter.")
+    if source.facts.is_flow_map and "original" in (name, flags.format):
+        text = "is a flow map, and no node of ComfyUI says where its velocity leads"
+        raise ConfigError(f"{source.folder}: {text}. Write --format diffusers or lora.")
     teacher = source.facts.teacher_path
     inputs = {"checkpoint": source.folder} | ({} if teacher in TINY else {"the teacher": teacher})
     if problems := inside_problems("output", flags.output, inputs):

@@ -6,6 +6,7 @@ from wandistiller.config.job import Job
 from wandistiller.config.networks import without_start
 from wandistiller.experts import Expert
 from wandistiller.network.adapters import Lora, LowRank, target_layers
+from wandistiller.network.weight_reader import WeightReader
 from wandistiller.utils.errors import RECIPE, ConfigError, Place, Problem
 from wandistiller.wan import added_lora
 from wandistiller.wan.added_lora import AddedLora
@@ -41,6 +42,11 @@ def start_changes(job: Job, network: Expert, *, weights: bool = True) -> dict[st
     """Return what the adapters of a network begin as, by layer; without `weights` on the meta device."""
     base = start_bases(job)[network]
     return added_lora.added_changes(start_files(job), job.student_transformer, base, weights=weights)
+
+
+def start_reader(job: Job, network: Expert) -> WeightReader:
+    """Return the weights, `lora.start` in them, of the teacher's network that one is but for adapters."""
+    return job.folder.with_loras(start_files(job)).reader(start_bases(job)[network])
 
 
 def start_problems(job: Job) -> list[str]:

@@ -64,8 +64,7 @@ def objective_problems(job: Job) -> list[str]:
             has_buckets=bool(job.run.buckets),
             adapts_teacher=bool(job.networks.bases),
             trains_part=bool(job.run.frozen or job.run.lora and not job.networks.bases),
-            teaches_flow_map=job.folder.config.one_time != job.folder.config.raw,
-            has_adapters=job.run.lora is not None,
+            teaches_flow_map=job.folder.config.has_second_time,
             joins_frames="joined_BCFHW" in job.folder.config.given_fields and job.folder.config.takes_image,
         )
     )

@@ -15,6 +15,7 @@ from wandistiller.data.media import CROP, MediaError, MediaReader, Size
 from wandistiller.data.tensor_cache import Sample
 from wandistiller.experts import Expert
 from wandistiller.network.folder import Folder
+from wandistiller.network.names import SECOND_TIME
 from wandistiller.utils.errors import ConfigError, Place, problem
 from wandistiller.utils.files import FACTS, read_json
 from wandistiller.wan import added_lora
@@ -85,7 +86,11 @@ class Candidate:
         if alone := self._alone(folder):
             folder = replace(folder, configs={alone: folder.configs[alone]}, boundary=None)
         where = Place("command line", "lora")
-        return folder.with_loras(added_lora.with_experts(where, self.added, folder.configs))
+        folder = folder.with_loras(added_lora.with_experts(where, self.added, folder.configs))
+        if self.facts.is_flow_map and not folder.config.has_second_time:
+            remedy = "A step would not know where it ends. Export the run again, and give the file as it is."
+            raise ConfigError(f"{self.where}: is of a flow map, and lacks its `{SECOND_TIME}`. {remedy}")
+        return folder
 
     @property
     def lines(self) -> list[str]:

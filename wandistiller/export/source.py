@@ -21,6 +21,7 @@ from wandistiller.flow import RENOISE
 from wandistiller.network.adapters import BASE_LAYER, is_adapter
 from wandistiller.network.folder import Folder
 from wandistiller.network.heads import PROJECTIONS
+from wandistiller.network.names import SECOND_TIME
 from wandistiller.network.network import Network, Trained, without_memory
 from wandistiller.network.weight_reader import WeightReader
 from wandistiller.utils.errors import ConfigError, Place, problem, readable
@@ -100,9 +101,15 @@ class Source(NamedTuple):
         return network.prepare(Trained(lora=self.facts.lora), begin).module
 
     def fill_adapters(self, name: str, model: nn.Module) -> None:
+        known = dict(model.named_parameters())  # without a second time that the next stage has not
         for parameter, value in loading.read_weights(self.folder, Expert(name), self.facts.averaged):
-            if is_adapter(parameter):
-                model.get_parameter(parameter).data.copy_(value)
+            if is_adapter(parameter) and parameter in known:
+                known[parameter].data.copy_(value)
+
+    def second_time(self, name: str) -> dict[str, Tensor]:
+        """Return the weights of one expert that learn beside adapters; none of a student of one time."""
+        weights = self.weights(name) if self.facts.is_flow_map else ()
+        return {parameter: value.clone() for parameter, value in weights if SECOND_TIME in parameter}
 
     def _fused(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights with the adapters added, one after the other, in float32."""
@@ -113,6 +120,7 @@ class Source(NamedTuple):
                 with torch.no_grad():
                     value = value + layers[layer].get_delta_weight("default")
             yield parameter, value
+        yield from self.second_time(name).items()
 
     def _beside_adapters(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Yield name and value of all other weights, float32: the teacher's, or the checkpoint's."""
@@ -123,9 +131,9 @@ class Source(NamedTuple):
             return
         reader = self.base_teacher().reader(self.base(name))
         for parameter, shape in self.facts.config.shapes.items():
-            value = torch.empty(shape)
-            reader.read(parameter, value)
-            yield parameter, value
+            if not is_adapter(parameter):
+                reader.read(parameter, value := torch.empty(shape))
+                yield parameter, value
         if reader.faults:
             raise ConfigError(*reader.faults)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from wandistiller.network.config import NetworkConfig
 from wandistiller.network.heads import PROJECTIONS
+from wandistiller.network.names import SECOND_TIME
 from wandistiller.utils.errors import RECIPE, Problem, problem
 from wandistiller.utils.parameter_patterns import any_names, names_part, unknown_parts
 from wandistiller.utils.validation import Count, Positive, Text, check, types_of, write
@@ -93,10 +94,10 @@ def linear_layers(model: nn.Module) -> list[str]:
 
 
 def add_lora(model: nn.Module, lora: Lora, seed: int) -> None:
-    """Freeze `model` and add adapters with zero output at first, equal on every rank."""
+    """Freeze `model` but a second time, and add adapters with zero output at first, equal on every rank."""
     from peft import LoraConfig
 
-    layers = [name for name in linear_layers(model) if not name.startswith(PROJECTIONS)]
+    layers = [n for n in linear_layers(model) if not (n.startswith(PROJECTIONS) or SECOND_TIME in n)]
     targets = [name for name in layers if any_names(lora.targets, name)]
     ranks = {name: rank for name in targets if (rank := lora.rank_of(name)) != lora.rank}
     patterns = {re.escape(name): rank for name, rank in ranks.items()}  # peft's are regular expressions
@@ -108,6 +109,8 @@ def add_lora(model: nn.Module, lora: Lora, seed: int) -> None:
     for module in model.modules():
         if hasattr(module, "lora_A") and module.scaling["default"] == 1:
             module.forward = MethodType(_unscaled, module)
+    for name, p in model.named_parameters():
+        p.requires_grad_(is_adapter(name))
 
 
 def _unscaled(layer: nn.Module, x: Tensor) -> Tensor:
@@ -144,5 +147,5 @@ def adapter_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def is_adapter(parameter: str) -> bool:
-    """Return whether a parameter's name is that of an adapter's weight (peft 0.21)."""
-    return ".lora_" in parameter
+    """Return whether a run with `lora` trains a parameter: an adapter's (peft 0.21), or of a second time."""
+    return ".lora_" in parameter or SECOND_TIME in parameter

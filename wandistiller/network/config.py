@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from wandistiller.batch import State
 from wandistiller.distributed.sequence_parallel import Ranks
 from wandistiller.engine.engine_config import Kernels
-from wandistiller.network.names import BLOCKS, in_block, is_in_block, parameter_dtype
+from wandistiller.network.names import BLOCKS, SECOND_TIME, in_block, is_in_block, parameter_dtype
+from wandistiller.network.weight_reader import WeightReader
 from wandistiller.utils.memoize import once_for_each
 
 
@@ -96,9 +97,18 @@ class NetworkConfig(Protocol):
     def with_second_time(self, has: bool = True) -> Self:
         """Return the config of a flow map, told the noise level to which its velocity leads; or of none."""
 
+    @property
+    def has_second_time(self) -> bool:
+        """True of a flow map."""
+        return self.raw != self.one_time
+
     @staticmethod
-    def complete(module: nn.Module) -> None:
-        """Give weights of a second time that have no values yet those of the first."""
+    def complete(module: nn.Module, reader: WeightReader | None = None) -> None:
+        """Give weights of a second time that have no values yet those of the first.
+
+        Args:
+            reader: has either of them, and gives all.
+        """
 
     @staticmethod
     def merge_text_padding(module: nn.Module) -> nn.Module:
@@ -144,11 +154,9 @@ class NetworkConfig(Protocol):
 
     @property
     def linear_layers(self) -> list[str]:
-        """The names of its linear layers: of what it has, only these have matrices for weights."""
-        ends = ".weight"
-        return [
-            n.removesuffix(ends) for n, shape in self.shapes.items() if n.endswith(ends) and len(shape) == 2
-        ]
+        """The names of the linear layers that take adapters: only these have matrices for weights."""
+        ends, names = ".weight", (n for n in self.shapes if SECOND_TIME not in n)
+        return [n.removesuffix(ends) for n in names if n.endswith(ends) and len(self.shapes[n]) == 2]
 
     @property
     def numel(self) -> int:

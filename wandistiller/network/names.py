@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 
 BLOCKS = "blocks"
+SECOND_TIME = "delta_embedder"
+"""Part of the names of the weights that a flow map has beside those of a network of one time."""
 
 
 def in_block(number: int, name: str = "") -> str:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from wandistiller.batch import Prediction, State
 from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.engine.engine_config import CheckpointPolicy, EngineConfig, Kernels
-from wandistiller.network.adapters import BASE_LAYER, Lora, add_lora
+from wandistiller.network.adapters import BASE_LAYER, Lora, add_lora, is_adapter
 from wandistiller.network.block_source import SOURCE
 from wandistiller.network.blocks import Blocks
 from wandistiller.network.config import NetworkConfig
@@ -200,9 +200,10 @@ def zeros(config: NetworkConfig) -> Iterator[tuple[str, Tensor]]:
 
 
 def without_memory(config: NetworkConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights of zeros, float32 on the CPU, that take no memory, to be replaced."""
+    """Yield weights of zeros, float32 on the CPU, that take no memory, to be replaced; no second time's."""
     for name, shape in config.shapes.items():
-        yield name, torch.zeros(()).expand(shape)
+        if not is_adapter(name):
+            yield name, torch.zeros(()).expand(shape)
 
 
 class Parameters(NamedTuple):

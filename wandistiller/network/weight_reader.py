@@ -128,7 +128,7 @@ class WeightReader:
         headers: dict[str, dict[str, Stored]] = {}
         for file in files:
             try:
-                headers[file.name] = _header(file) if file.is_file() else {}
+                headers[file.name] = read_header(file) if file.is_file() else {}
             except ValueError as error:
                 problems.append(f"{file}: {damage_in(file) or f'{error} {AGAIN}'}")
             if not file.is_file():
@@ -255,7 +255,7 @@ def _index_problems(
     return problems
 
 
-def _header(file: Path) -> dict[str, Stored]:
+def read_header(file: Path) -> dict[str, Stored]:
     """Read the position of every tensor of a safetensors file; ValueError if it is not whole."""
     try:
         with safe_open(file, "np") as opened:  # it checks the header, and that the tensors fill the file

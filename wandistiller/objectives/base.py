@@ -51,8 +51,6 @@ class RunFacts(NamedTuple):
     """Only a part of a student's own weights is trained, or adapters of them."""
     teaches_flow_map: bool = False
     """The teacher is a network of two times."""
-    has_adapters: bool = False
-    """Adapters alone are trained."""
     joins_frames: bool = False
     """Given frames are joined to the teacher's latents, as channels."""
 

@@ -52,8 +52,6 @@ class FlowMap(Term):
             'Write "experts": "one".': run.has_two_experts,
             "The teacher is a flow map already. Give the Wan that it was made of; start the student from it "
             "by `init`.": run.teaches_flow_map,
-            "`lora` trains adapters alone, and a flow map's second time has weights of its own. "
-            "Train a whole student: leave out `lora`.": run.has_adapters,
             "The teacher's latents are joined with given frames, which diffusers' AnyFlowPipeline (0.42.1) "
             "cannot give. Give a Wan of text, or Wan2.2 5B.": run.joins_frames,
         }

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from wandistiller.batch import STUDENT, Batch
 from wandistiller.checkpoint import checkpointer, loading
-from wandistiller.config.adapter_files import start_changes
+from wandistiller.config.adapter_files import start_changes, start_reader
 from wandistiller.config.identity import write_resolved
 from wandistiller.config.job import Job
 from wandistiller.config.networks import CHECKPOINT, COPY, RUN, SHARED, NetworkPlan, copied_experts
@@ -43,6 +43,7 @@ from wandistiller.student.initialize import copied_weights, plan_cuts, start_wei
 from wandistiller.student.learner import Learner
 from wandistiller.student.pruning import WidthSlicer
 from wandistiller.teacher.base import Teacher, local_networks, owner_rank, without_guidance
+from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import write_json
 from wandistiller.utils.logging import set_activity
 
@@ -106,6 +107,10 @@ class NetworkBuilder:
         """Let adapters begin as another run left them, or as a file has them. Collective."""
         job = self.job
         if row.trained and row.trained.lora is not None and not job.resume_from:
+            if row.base and row.config.has_second_time:
+                row.config.complete(module, reader := start_reader(job, row.expert))
+                if problems := collectives.gather_problems(reader.faults):
+                    raise ConfigError(*problems)
             if row.base and job.start:
                 _start(job).fill_adapters(row.expert.value, module)
             else:

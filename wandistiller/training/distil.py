@@ -33,7 +33,9 @@ from wandistiller.utils.files import TINY, link_or_copy, write_json
 from wandistiller.utils.logging import set_activity
 
 LORA = "lora.safetensors"
-"""File of a finished run's adapters, for ComfyUI and diffusers; one for each of two experts."""
+"""File of a finished run's adapters, for ComfyUI and diffusers; one for each of two experts.
+
+A flow map's is for diffusers alone, by the lines of its card."""
 
 
 def run(stages: list[Job], begin: Callable[[Job], None]) -> None:
@@ -84,7 +86,7 @@ def _take_over(stages: list[Job], output: Path) -> None:
             link_or_copy(last.output / "student", folder)
         collectives.log0("%-9s %s", "student", output / "student")
     if last.networks.bases:
-        LoraFormat(format="original").write(read_source(last.output), output / LORA)
+        LoraFormat().write(read_source(last.output), output / LORA)
     made = output if last.networks.is_teacher_with_adapters(last.folder) else output / "student"
     write_json(output / DONE, {"stages": [job.stage for job in stages], "student": str(made)})
 
@@ -128,7 +130,7 @@ def _export(job: Job) -> None:
     student = job.output if job.networks.is_teacher_with_adapters(job.folder) else job.output / "student"
     with within("export"):
         if job.networks.bases:
-            LoraFormat(format="original").write(read_source(job.output), job.output / LORA)
+            LoraFormat().write(read_source(job.output), job.output / LORA)
         if not job.networks.is_teacher_with_adapters(job.folder):
             DiffusersFormat().write(read_source(job.output), student)
     memory_usage.add(job.output, "export")
@@ -145,7 +147,8 @@ def _log_adapters(job: Job, output: Path) -> None:
     files = [per_expert(output / LORA, experts, expert.value) for expert in job.networks.bases]
     for file in files:
         collectives.log0("%-9s %s", "adapters", file)
-    for line in loading_lines([f'"{file}"' for file in files], [*job.networks.bases.values()]):
+    lines = loading_lines([f'"{file}"' for file in files], [*job.networks.bases.values()])
+    for line in lines if not job.student_transformer.has_second_time else ():
         collectives.log0("%-9s %s", "", line)
     card = output / "lora.card" / "README.md"
     collectives.log0("%-9s %s (how to sample in diffusers, and ComfyUI's nodes)", "card", card)

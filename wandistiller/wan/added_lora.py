@@ -11,12 +11,12 @@ from torch import Tensor
 
 from wandistiller.experts import Expert
 from wandistiller.network.adapters import LowRank
-from wandistiller.network.weight_reader import WeightReader
+from wandistiller.network.weight_reader import Stored, WeightReader
 from wandistiller.utils.errors import ConfigError, Place, Problem, problem
 from wandistiller.utils.files import file_digest
 from wandistiller.utils.validation import Text, check, types_of
 from wandistiller.wan.lora_experts import BOTH, SIDES, files_of, sides_of, split_side
-from wandistiller.wan.lora_files import left_out_words, read_lora, require_finite
+from wandistiller.wan.lora_files import left_out_words, read_lora, require_finite, second_time_in
 from wandistiller.wan.transformer_config import TransformerConfig
 
 
@@ -157,6 +157,12 @@ def added_changes(
     return changes
 
 
+def added_second_time(added: Iterable[AddedLora], expert: Expert) -> dict[str, Stored]:
+    """Return the weights of a flow map's second time in files, those of the last one; none of plain LoRA."""
+    files = [Path(lora.file) for lora in added if lora.is_for(expert)]
+    return {name: stored for file in files for name, stored in second_time_in(file).items()}
+
+
 def sum_of(first: LowRank | None, second: LowRank | None) -> LowRank:
     """Return the sum of two changes of a layer, of which one may be missing: B A = B1 A1 + B2 A2."""
     if not (first and second):
@@ -170,10 +176,14 @@ def as_settings(added: Iterable[AddedLora]) -> list[dict[str, Any]]:
 
 
 class MergingReader(WeightReader):
-    """The tensors of a transformer folder with low-rank changes added, in float32, before they are cast."""
+    """The tensors of a transformer folder with low-rank changes added, in float32, before they are cast.
 
-    def __init__(self, folder: Path, changes: dict[str, LowRank]):
+    Those of a second time come from a file beside the changes.
+    """
+
+    def __init__(self, folder: Path, changes: dict[str, LowRank], second_time: dict[str, Stored]):
         super().__init__(folder)
+        self.stored |= second_time
         self._changes = {f"{layer}.weight": change for layer, change in changes.items()}
 
     def read(self, name: str, out: Tensor, first: int = 0) -> None:

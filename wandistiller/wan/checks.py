@@ -184,9 +184,14 @@ def _loaded_tokenizer_problems(folder: Path) -> list[str]:
     return [f"{folder}: it has more tokens than the text encoder, {vocabulary}. Give its own."]
 
 
-def transformer_problems(folder: Path, config: TransformerConfig) -> list[str]:
-    """List the tensors in `folder` that are not those of a transformer, from the files' headers."""
-    return weight_problems(folder, config.shapes, config.kind._keys_to_ignore_on_load_unexpected)
+def transformer_problems(folder: Path, config: TransformerConfig, held: Iterable[str] = ()) -> list[str]:
+    """List the tensors in `folder` that are not those of a transformer, from the files' headers.
+
+    Args:
+        held: names of those that other files have.
+    """
+    shapes = {name: shape for name, shape in config.shapes.items() if name not in held}
+    return weight_problems(folder, shapes, [*(config.kind._keys_to_ignore_on_load_unexpected or ()), *held])
 
 
 def weight_problems(

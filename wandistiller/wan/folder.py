@@ -76,12 +76,15 @@ class WanFolder(Folder):
     def with_loras(self, added: Sequence[AddedLora]) -> Self:
         if problems := added_lora.added_problems(Place(self.name), added, self.configs):
             raise ConfigError(*problems)
-        return replace(self, added=(*self.added, *added))
+        held = {e for e in self.configs if added_lora.added_second_time(added, e)}
+        configs = {e: c.with_second_time() if e in held else c for e, c in self.configs.items()}
+        return replace(self, added=(*self.added, *added), configs=configs)
 
     def reader(self, expert: Expert) -> WeightReader:
         folder = self.path / expert.value
         if self.added:
-            return added_lora.MergingReader(folder, self.added_changes(expert))
+            second_time = added_lora.added_second_time(self.added, expert)
+            return added_lora.MergingReader(folder, self.added_changes(expert), second_time)
         return WeightReader(folder)
 
     def size_problems(self, height: int, width: int, num_frames: int) -> list[str]:
@@ -119,7 +122,8 @@ class WanFolder(Folder):
         problems = [f"{self.name}: no .safetensors file in {part}/. {remedy}" for part in empty]
         for expert, config in self.configs.items():
             if expert.value not in empty:
-                problems += checks.transformer_problems(self.path / expert.value, config)
+                held = added_lora.added_second_time(self.added, expert)
+                problems += checks.transformer_problems(self.path / expert.value, config, held)
         if not {"vae", "text_encoder"} & {*empty}:
             problems += checks.component_problems(self.path, image=bool(self.config.image_dim))
         if problems:

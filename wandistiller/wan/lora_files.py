@@ -13,8 +13,8 @@ from torch import Tensor
 
 from wandistiller.experts import Expert
 from wandistiller.network.adapters import LowRank
-from wandistiller.network.names import in_block, split_name
-from wandistiller.network.weight_reader import damage_in
+from wandistiller.network.names import SECOND_TIME, in_block, split_name
+from wandistiller.network.weight_reader import Stored, damage_in, read_header
 from wandistiller.utils.errors import ConfigError
 from wandistiller.utils.files import file_fingerprint, read_json
 from wandistiller.wan.original_names import original_name
@@ -160,7 +160,14 @@ def read_lora(
         if (shape := here.get(f"{layer}.weight", changed)) != changed:
             text = f"its change of `{layer}` is of shape {changed}, and that is {shape} here"
             raise ConfigError(f"{file}: {text}. Give one that was made for it.")
+    left_out = [key for key in left_out if not (SECOND_TIME in key and config and config.has_second_time)]
     return LoraFile(layers, sorted(left_out))
+
+
+def second_time_in(file: Path) -> dict[str, Stored]:
+    """Return the weights of a flow map's second time in a file, by diffusers' names."""
+    keys = [key for key in header_of(file)[0] if SECOND_TIME in key]
+    return {key[PREFIX.match(key).end() :]: read_header(file)[key] for key in keys}
 
 
 def header_of(file: Path) -> tuple[list[str], dict[str, str]]:

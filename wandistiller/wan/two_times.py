@@ -7,7 +7,8 @@ from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanTimeTextImageEmbedding
 from torch import Tensor
 
-from wandistiller.network.names import set_parameter
+from wandistiller.network.names import SECOND_TIME, set_parameter
+from wandistiller.network.weight_reader import WeightReader
 
 GATE = {"gate_value": 0.25, "deltatime_type": "r"}
 """Keys that a flow map's config.json has beside a Wan's, and their usual values."""
@@ -50,9 +51,15 @@ def add_second_time(model: WanTransformer3DModel, gate: float) -> None:
 
 
 @torch.no_grad()
-def begin_second_time(model: WanTransformer3DModel) -> None:
-    """Let a second embedder whose weights are still on the meta device begin as that of the first time."""
-    embedder = model.condition_embedder
-    for name, first in embedder.time_embedder.named_parameters() if isinstance(embedder, TwoTimes) else ():
-        if embedder.delta_embedder.get_parameter(name).is_meta:
-            set_parameter(embedder.delta_embedder, name, first.clone())
+def begin_second_time(model: WanTransformer3DModel, reader: WeightReader | None = None) -> None:
+    """Let a second embedder whose weights are on the meta device begin as that of the first time.
+
+    Args:
+        reader: of the weights of one embedder, or of both; then all are read.
+    """
+    for name, second in [(n, p) for n, p in model.named_parameters() if SECOND_TIME in n]:
+        first = name.replace(SECOND_TIME, "time_embedder")
+        if reader:
+            reader.read(name if name in reader.stored else first, second)
+        elif second.is_meta:
+            set_parameter(model, name, model.get_parameter(first).clone())

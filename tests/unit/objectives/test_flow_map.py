@@ -168,7 +168,6 @@ def test_what_diffusers_cannot_draw_with_is_refused_before_hours_are_lost() -> N
     texts = {
         "has_two_experts": "must lead from noise to data",
         "teaches_flow_map": "is a flow map already",
-        "has_adapters": "leave out `lora`",
         "joins_frames": "AnyFlowPipeline",
     }
     for fact, text in texts.items():

@@ -27,6 +27,7 @@ from wandistiller.export.source import Source, WholeModel, arguments, clip, writ
 from wandistiller.flow import EULER
 from wandistiller.network.adapters import LowRank, adapter_state
 from wandistiller.network.folder import Folder
+from wandistiller.network.names import SECOND_TIME
 from wandistiller.network.sampling import few_step_config
 from wandistiller.network.weight_reader import WeightReader
 from wandistiller.utils.errors import ConfigError, problem
@@ -49,8 +50,8 @@ For `{base}`, {layers} layers. {rank}. {made_for}
 ```python
 import torch
 from diffusers import {classes}
-{imports}dtypes = {{"default": torch.bfloat16, "vae": torch.float32}}
-pipe = {pipeline}.from_pretrained("{pipeline_of}", torch_dtype=dtypes)
+{imports}{second_time}dtypes = {{"default": torch.bfloat16, "vae": torch.float32}}
+pipe = {pipeline}.from_pretrained("{pipeline_of}"{parts}, torch_dtype=dtypes)
 {scheduler}
 {calls}
 {offload}
@@ -60,6 +61,15 @@ pipe = {pipeline}.from_pretrained("{pipeline_of}", torch_dtype=dtypes)
 These lines need accelerate, a GPU of 24 GB, and CPU memory for the whole pipeline. With less of either use
 `wandistiller sample --lora {lora}`.
 """
+SECOND = """\
+weights = AnyFlowPipeline.lora_state_dict({file})
+second_time = {{n.removeprefix("transformer."): weights.pop(n) for n in [*weights] if "{part}" in n}}
+transformer = AnyFlowTransformer3DModel.from_pretrained("{base}", subfolder="{network}",
+                                                        torch_dtype=torch.bfloat16)
+transformer.load_state_dict(second_time, strict=False, assign=True)  # what diffusers says is new
+"""
+"""Lines that make a flow map of a Wan and of what its LoRA's file has beside adapters."""
+NOT_COMFY = "\nComfyUI cannot sample with it: no node there says where its velocity leads.\n"
 WHOLE = 8_000_000_000
 """Parameters of a network that has room on a GPU of 24 GB, in bf16 beside its activations."""
 ONE_PART = "pipe.enable_model_cpu_offload()  # one part at a time is on the GPU"
@@ -74,7 +84,10 @@ ENERGY, RANK = 0.99, 128
 
 @dataclass(frozen=True, kw_only=True)
 class LoraFormat(ExportFormat):
-    """For ComfyUI a FILE for each expert and the folder FILE.card; for diffusers a folder."""
+    """For ComfyUI a FILE for each expert and the folder FILE.card; for diffusers a folder.
+
+    Both are for diffusers of a flow map, with its second time beside the adapters.
+    """
 
     energy: float | None = None
     """The share of the change's square to keep, over 0 and up to 1; default `ENERGY`."""
@@ -104,13 +117,14 @@ class LoraFormat(ExportFormat):
             adapter._replace(state={name: value.to(self.dtype) for name, value in adapter.state.items()})
             for adapter in self._adapters(source)
         ]
+        state_of = _diffusers_state if source.facts.is_flow_map else comfy_state
         ranks = ranks_in_words(experts, [f"Rank {a.rank}{a.note}" for a in adapters])
         with replaced(target) as folder:
             if comfy:
                 about = "Wan/lora", source.description, source.published
                 with ExitStack() as together:
                     for file, adapter in zip(files, adapters, strict=True):
-                        write_file(file, comfy_state(adapter), *about, together)
+                        write_file(file, state_of(adapter), *about, together)
             else:
                 files = [Path(FILES[Expert(name)]) for name in experts]
                 for file, adapter in zip(files, adapters, strict=True):
@@ -136,14 +150,13 @@ class LoraFormat(ExportFormat):
         teacher = None if facts.lora else _teacher_of_same_shape(source)
         for name in facts.experts:
             if teacher:
-                reader = WeightReader(teacher.path / name)
-                yield self._extracted(source, name, _differences(source.weights(name), reader))
-                continue
-            adapter = _trained(source, name)
-            if self.energy or self.rank or self.targets:
+                changes = _differences(source.weights(name), WeightReader(teacher.path / name))
+            else:
+                adapter = _trained(source, name)
                 changes = ((f"{layer}.weight", b @ a) for layer, (a, b) in _changes(adapter).items())
+            if teacher or self.energy or self.rank or self.targets:
                 adapter = self._extracted(source, name, changes)
-            yield adapter
+            yield _with_second_time(adapter, source.second_time(name)) if facts.is_flow_map else adapter
 
     def _extracted(self, source: Source, name: str, changes: Iterable[tuple[str, Tensor]]) -> Adapter:
         """Return the largest directions of an expert's changes of weights, and print their share."""
@@ -199,7 +212,7 @@ def _differences(
     weights: Iterable[tuple[str, Tensor]], teacher: WeightReader
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield name and change of each weight, float32; raises ConfigError if the teacher's is damaged."""
-    for name, value in weights:
+    for name, value in ((n, value) for n, value in weights if SECOND_TIME not in n):
         original = torch.empty(value.shape)
         teacher.read(name, original)
         if teacher.faults:
@@ -242,6 +255,21 @@ def _changes(adapter: Adapter) -> dict[str, LowRank]:
     return {n: LowRank(adapter.state[n + A], adapter.state[n + B] * adapter.factor(n)) for n in layers}
 
 
+def _with_second_time(adapter: Adapter, second_time: dict[str, Tensor]) -> Adapter:
+    """Return an adapter with a flow map's second time, and its factors in its weights.
+
+    The card's lines read a file without its settings.
+    """
+    state = dict(second_time)
+    for layer, (a, b) in _changes(adapter).items():
+        state |= {layer + A: a.contiguous(), layer + B: b}
+    return Adapter(state, adapter.rank, adapter.rank, note=adapter.note)
+
+
+def _diffusers_state(adapter: Adapter) -> dict[str, Tensor]:
+    return {f"transformer.{name}": value for name, value in adapter.state.items()}
+
+
 def comfy_state(adapter: Adapter) -> dict[str, Tensor]:
     """The adapter's weights under the names that ComfyUI reads, and diffusers too.
 
@@ -275,6 +303,7 @@ def _scheduler(source: Source, pipeline: str) -> dict[str, str]:
     config = few_step_config(facts.shift, facts.steps, facts.sampler or EULER)
     name = config.pop("_class_name")
     lines = [f"pipe.scheduler = {name}({arguments(config)})"]
+    name += ", AnyFlowTransformer3DModel" * facts.is_flow_map
     if facts.has_boundary:
         lines.append(f"pipe.register_to_config({arguments({'boundary_ratio': facts.boundary})})")
     return {"classes": f"{name}, {pipeline}", "scheduler": "\n".join(lines)}
@@ -305,11 +334,18 @@ def write_adapter_card(
     base = facts.lora_base
     where = repository or (model_card.BESIDE if comfy else model_card.HERE)
     networks = [Expert(name) for name in facts.bases or source.facts.experts]
-    calls = loading_lines([f'"{where}", weight_name="{file}"' for file in files], networks)
+    places = [f'"{where}", weight_name="{file}"' for file in files]
     call = model_card.call_in_diffusers(source)
+    of = facts.teacher_hub_id if base == facts.teacher_path and facts.teacher_hub_id else base
+    calls, second_time, parts = loading_lines(places, networks), "", ""
+    if facts.is_flow_map:
+        calls, parts = ["pipe.load_lora_weights(weights)"], ", transformer=transformer"
+        second_time = SECOND.format(file=places[0], part=SECOND_TIME, base=of, network=networks[0].value)
     text = CARD.format(
         base=base,
-        pipeline_of=facts.teacher_hub_id if base == facts.teacher_path and facts.teacher_hub_id else base,
+        pipeline_of=of,
+        second_time=second_time,
+        parts=parts,
         **call,
         **_scheduler(source, call["pipeline"]),
         offload=_offload(facts),
@@ -320,7 +356,9 @@ def write_adapter_card(
         + model_card.few_steps_sentence(facts),
         calls="\n".join(calls),
     )
-    if comfy:
+    if facts.is_flow_map:
+        text += NOT_COMFY
+    elif comfy:
         model = "low-noise model alone" if networks == [Expert.LOW_NOISE] else "model"
         model = f"the teacher's {model}" if base == facts.teacher_path else f"the {model} of `{base}`"
         text += f"\nFor ComfyUI put {model_card.joined(files)} into `models/loras`, for {model}.\n"
