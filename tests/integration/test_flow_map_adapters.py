@@ -32,6 +32,7 @@ SETTINGS: dict[str, Any] = {
     "max_steps": 2,
     "save_every": 1,
     "guidance_scale": 2.0,
+    "sample_prompts": [],
     "lr": 0.01,
 }
 COPIES, STREAMED = {"wandistiller": {"placement": "owner"}}, {"wandistiller": {"placement": "streamed"}}
