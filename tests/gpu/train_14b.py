@@ -42,13 +42,12 @@ LORAS: dict[str, tuple[int, dict[str, Any]]] = {  # GB of the GPU, and what diff
 
 
 def of_lora(name: str) -> dict[str, Any]:
-    """The shipped recipe with the whole critic from the first step."""
+    """The shipped recipe, with the optimizer in CPU memory."""
     given = read_json(RECIPE)
     engine = read_json(given["deepspeed_config"])
     # by "auto" all memory of the GPU would count, not a row's GB
     engine["zero_optimization"]["offload_optimizer"]["device"] = "cpu"
-    whole_critic = {"objective": given["objective"] | {"critic_warmup": 0}, "sample_prompts": []}
-    return given | {"deepspeed_config": engine} | whole_critic | LORAS[name][1]
+    return given | {"deepspeed_config": engine, "sample_prompts": []} | LORAS[name][1]
 
 
 def of_student(batch: str) -> dict[str, Any]:

@@ -116,15 +116,10 @@ class PlainDmd2:
             for network, lr in rates.items()
         }
 
-    def warm_up(self) -> None:
-        """Make the updates of the critic alone."""
-        for update in range(self.dmd2.critic_warmup):
-            self.update_critic(update)
-
     def step(self, step: int) -> tuple[float, float]:
         """Make a step; return the student's loss and the mean of the critic's."""
         alone = self.dmd2.critic_updates - self.dmd2.shared
-        first = self.dmd2.critic_warmup + step * (alone + 1)
+        first = step * (alone + 1)
         critic = [self.update_critic(first + k) for k in range(alone)]
         call, turn = step % self.dmd2.steps, None
         if self.dmd2.carried:

@@ -136,19 +136,3 @@ def test_one_loss_that_is_not_finite_spoils_the_gradients_of_all_networks_of_an_
     for loss in propagate_nonfinite(losses).values():
         loss.backward()
     assert all(value.grad.isnan() for value in values.values())
-
-
-@pytest.mark.slow
-def test_a_head_start_that_stops_leaves_a_checkpoint_of_the_updates_before(
-    cache: Path, tmp_path: Path, wan1: Path
-) -> None:
-    """One of its first two updates has the sample: the first has none, or the weights of the start."""
-    more = {"objective": DMD2 | {"critic_warmup": 4}, "max_steps": 1}
-    output, message = run(cache, tmp_path, wan1, 4, "stop", **more)
-    assert f"{BAD!r}; its cached text is not finite" in message and "step 1: the loss" in message
-    kept = [folder.name for folder in (output / "checkpoints").glob("step_*")]
-    assert kept in (["step_00000000"], ["step_00000000_update_00000001"])
-    assert not (output / "metrics.jsonl").exists()
-    spoiled = dict(on_nonfinite="skip", **more)
-    wandistiller("train", "--recipe", recipe_file(tmp_path, wan1, **SETTINGS | spoiled))
-    assert len(metrics(output)) == 1

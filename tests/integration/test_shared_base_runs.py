@@ -40,14 +40,13 @@ OBJECTIVES = {
     "consistency": CONSISTENCY,
     "dmd2": DMD2,
     "heads": DMD2 | {"gan": 0.03},
-    "head start": DMD2 | {"critic_warmup": 4},
     "shared": SHARED,
     "shared heads": SHARED | {"gan": 0.03},
     "carried": SHARED | {"carried": True},
     "sum": [DMD2 | {"sampler": "renoise"}, {"name": "consistency"}],
     "feature": ["velocity", {"name": "feature", "blocks": [1, 3]}],
 }
-PLAIN = [DMD2, DMD2 | {"critic_warmup": 4}, SHARED | {"critic_warmup": 4, "carried": True}]
+PLAIN = [DMD2, SHARED | {"carried": True}]
 COPIES = {"wandistiller": {"placement": "owner"}}
 PLACEMENTS = {
     "replicated": {"zero_optimization": {"stage": 0}},
@@ -135,11 +134,10 @@ def test_losses_and_adapters_after_two_steps_equal_those_of_plain_pytorch_and_pe
     more |= {"teacher_deepspeed_config": PLACEMENTS["streamed"], "objective": dmd2}
     trainer = trainer_of(recipe(folder, wan2, output_dir=str(folder / "plain"), **LORA | more))
     plain = PlainDmd2(trainer.job)
-    trainer.warm_up()
-    plain.warm_up()
     for step in range(2):
         result, (loss, critic) = trainer.train_step(step), plain.step(step)
-        assert result.loss == pytest.approx(loss, rel=1e-5)
+        # of the square of a difference of velocities that are nearly equal
+        assert result.loss == pytest.approx(loss, rel=5e-5)
         assert result.others[CRITIC]["loss"] == pytest.approx(critic, rel=1e-5)
     assert max(plain.differences(trainer).values()) < 2e-4
 
@@ -226,18 +224,18 @@ def merged(sweeps: list[tuple[int, set[str]]]) -> list[tuple[int, set[str]]]:
 
 
 @pytest.mark.slow
-def test_a_head_start_holds_the_samples_of_no_more_updates_than_a_step(
+def test_the_samples_of_a_step_s_updates_are_held_and_no_more(
     folder: Path, wan2: Path, one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = student_engine(2, train_micro_batch_size_per_gpu=8)
-    more = {"objective": DMD2 | {"critic_warmup": 7}, "deepspeed_config": engine}
+    more = {"objective": DMD2, "deepspeed_config": engine}
     more |= {"teacher_deepspeed_config": PLACEMENTS["streamed"], "output_dir": str(folder / "held")}
     trainer, held = trainer_of(recipe(folder, wan2, **LORA | more)), []
     samples, make = trainer.samples, trainer.samples._make
     monkeypatch.setattr(samples, "_make", lambda *at: (make(*at), held.append((at[0], len(samples._made)))))
-    trainer.warm_up()
-    trainer.train_step(0)
-    assert held == [(0, 1), (1, 3), (4, 3), (7, 3)] and not samples._made
+    for step in range(2):
+        trainer.train_step(step)
+    assert held == [(0, 3), (3, 3)] and not samples._made
 
 
 def sources(trainer: Any) -> list[Any]:
@@ -298,7 +296,7 @@ def test_a_critic_from_the_teacher_learns_on_its_base_what_it_learns_on_a_copy_b
     folder: Path, wan2: Path, adapters: str, placement: str
 ) -> None:
     given = {"lora": {"rank": 4, "start": adapters}, "max_steps": 2, "save_every": 1}
-    given |= {"objective": DMD2 | {"critic_start": "teacher", "critic_warmup": 2, "critic_follows": 0.03}}
+    given |= {"objective": DMD2 | {"critic_start": "teacher", "critic_follows": 0.03}}
     apart = trained(folder, wan2, f"from_copies_{placement}", COPIES, **given)
     one = trained(folder, wan2, f"from_{placement}", PLACEMENTS[placement], **given)
     assert_same(one, apart)

@@ -1,6 +1,6 @@
 """Write checkpoints: float32 weights and moments by parameter, from which any layout can resume.
 
-step_00000500/                      or step_00000000_update_00000012/, within a head start
+step_00000500/
   manifest.json                     every file, its size and checksum
   run_state.json                    the step, and the run's identity and settings
   transformer/engine.json           counters, schedule, loss scale of an engine
@@ -64,14 +64,14 @@ class Checkpointer:
         """Write the checkpoint of `step` finished steps. Collective.
 
         Args:
-            state: {"identity", "facts", "head_start": updates of it, ...} of the run.
+            state: {"identity", "facts", ...} of the run.
             carried: states of this rank's samples that go on, by the number of the first in an update.
 
         Raises:
             StorageError: on all ranks; this checkpoint, or the one before, could not be written.
         """
         self.finish()
-        target = self._folder / manifest.folder_name(step, 0 if step else state.get("head_start", 0))
+        target = self._folder / manifest.folder_name(step)
         if collectives.broadcast_object(collectives.rank() == 0 and target.exists()):
             return target  # the run resumed from it, and nothing was learned since
         folder = manifest.temporary_name(target)

@@ -51,7 +51,7 @@ def load(
         renewed = role != STUDENT and "objective" in changed
         of_role = changed | {"optimizer"} if renewed else changed
         for expert, trained in learner.trained.items():
-            updates = roles[role].warmup + step * roles[role].updates if role in roles else step
+            updates = step * roles[role].updates if role in roles else step
             place = updates if renewed and role in roles and step else None
             network = folder / network_name(role, expert)
             _load_network(trained, learner.averages.get(expert), network, of_role, updates, place)

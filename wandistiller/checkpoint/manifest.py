@@ -15,7 +15,7 @@ from wandistiller.utils.errors import StorageError
 from wandistiller.utils.files import atomic, flush, write_json
 
 MANIFEST = "manifest.json"
-STEP, UPDATE = "step_", "_update_"
+STEP = "step_"
 POLL_SECONDS = 0.05
 SMALL_BYTES = 2**20
 """Size up to which a file is always verified; every JSON file is smaller."""
@@ -101,34 +101,32 @@ def verify(folder: Path, *, share: tuple[int, int] | None = None, of_student: bo
 
 def steps(checkpoints: Path) -> list[Path]:
     """List the committed folders, the newest first."""
-    named = (p for p in checkpoints.glob(f"{STEP}*") if re.fullmatch(rf"{STEP}\d+({UPDATE}\d+)?", p.name))
-    return sorted(named, key=_place, reverse=True)
+    named = (p for p in checkpoints.glob(f"{STEP}*") if re.fullmatch(rf"{STEP}\d+", p.name))
+    return sorted(named, key=_step, reverse=True)
 
 
-def folder_name(step: int, update: int) -> str:
-    """Return the name of a folder of `step` finished steps and, beyond them, updates of a head start."""
-    return f"{STEP}{step:08d}" + (f"{UPDATE}{update:08d}" if update else "")
+def folder_name(step: int) -> str:
+    return f"{STEP}{step:08d}"
 
 
-def _place(folder: Path) -> tuple[int, int]:
-    step, _, update = folder.name.removeprefix(STEP).partition(UPDATE)
-    return int(step), int(update or 0)
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix(STEP))
 
 
 def rotate(newest: Path, keep: int) -> None:
     """Write the name of a verified folder to `latest`; delete all but `keep` folders up to it."""
     with atomic(newest.parent / "latest") as latest:
         latest.write_text(newest.name + "\n")
-    for old in [folder for folder in steps(newest.parent) if _place(folder) <= _place(newest)][keep:]:
+    for old in [folder for folder in steps(newest.parent) if _step(folder) <= _step(newest)][keep:]:
         # never half a folder under its name
         shutil.rmtree(old.rename(temporary_name(old)), ignore_errors=True)
 
 
-def set_aside_newer(checkpoints: Path, step: int, update: int) -> list[Path]:
-    """Rename the checkpoints after that from which the run resumes, as in `folder_name`; return the names."""
+def set_aside_newer(checkpoints: Path, step: int) -> list[Path]:
+    """Rename the checkpoints after that of `step`, from which the run resumes; return the names."""
     moved = []
     for folder in steps(checkpoints):
-        if _place(folder) > (step, update):
+        if _step(folder) > step:
             tries = (checkpoints / f"aside_{folder.name}{'.' * bool(n)}{n or ''}" for n in range(1000))
             moved.append(folder.rename(next(t for t in tries if not t.exists())))
     return moved

@@ -73,8 +73,7 @@ def latest_valid(output: Path, resume: str) -> Path | None:
 
 def set_newer_aside(output: Path, folder: Path) -> None:
     """Rename the checkpoints of a run that are newer than that from which it goes on."""
-    state = read_state(folder)
-    for newer in manifest.set_aside_newer(output / "checkpoints", state["step"], state.get("head_start", 0)):
+    for newer in manifest.set_aside_newer(output / "checkpoints", read_state(folder)["step"]):
         collectives.log0("set aside %s, which is newer", newer)
 
 

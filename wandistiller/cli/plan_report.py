@@ -144,10 +144,9 @@ def _step(job: Job, times: Times) -> list[str]:
 
 def _whole_run(job: Job, machine: Machine, times: Times, price: float | None) -> list[str]:
     """Estimates of the time and cost of all steps and of the rollouts, and the data they need."""
-    run, warm_up, rollouts = job.run, times.warm_up(), times.rollouts()
+    run, rollouts = job.run, times.rollouts()
     samples, available = job.updates * job.batch.total, job.epoch
     whole = f"the whole run: about {duration(times.steps())} for {run.max_steps} steps"
-    whole += f", {duration(warm_up)} of it of the critic alone before them" if warm_up else ""
     if rollouts:
         whole += f", and {duration(rollouts)} for the teacher's rollouts if the cache is empty"
     lines = [

@@ -163,8 +163,7 @@ class Job:
         objective, every = self.objective, len(self.objective.updates)
         if self.needs_measuring or any(map(objective.needs_latents, objective.others)):
             return range(self.updates)
-        first = objective.first_update(0) + every - 1
-        return range(first, self.updates if objective.needs_latents(STUDENT) else first, every)
+        return range(every - 1, self.updates if objective.needs_latents(STUDENT) else 0, every)
 
     @property
     def stands_for(self) -> list[int]:

@@ -274,5 +274,5 @@ def _derived(engine: EngineConfig, role: Role) -> EngineConfig:
     if role.lr is not None and highest and "warmup_min_lr" in rates:
         schedule["warmup_min_lr"] = rates["warmup_min_lr"] * role.lr / highest
     if "total_num_steps" in schedule:
-        schedule["total_num_steps"] = schedule["total_num_steps"] * role.updates + role.warmup
+        schedule["total_num_steps"] = schedule["total_num_steps"] * role.updates
     return engine

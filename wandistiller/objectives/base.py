@@ -70,8 +70,6 @@ class Role(NamedTuple):
     """Learning rate; None: the student's."""
     follows: float = 0.0
     """Share of the way that its weights go to the student's after each of the student's updates."""
-    warmup: int = 0
-    """Updates before the first step."""
     has_heads: bool = False
     """Its blocks have heads, which learn to tell the student's samples from cached latents."""
     is_shared: bool = False

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
-from annotated_types import Ge, Gt, Le
+from annotated_types import Gt, Le
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, softplus
 
@@ -125,8 +125,6 @@ class Dmd2(Term):
     """The expert of a two-expert student that is trained; the high-noise one first, the other after it."""
     critic_updates: Steps = 5
     """The critic's updates before each of the student's."""
-    critic_warmup: Annotated[int, Ge(0), Le(1000)] = 0
-    """The critic's updates before the first step: a head start, while the student does not change."""
     critic_start: Literal["student", "teacher"] = "student"
     """Weights and shape of the critic at the start: the student's, or the teacher's low-noise expert's.
 
@@ -159,7 +157,7 @@ class Dmd2(Term):
     @property
     def roles(self) -> tuple[Role, ...]:
         losses = {CRITIC: 1.0} | ({HEADS: HEADS_WEIGHT} if self.gan else {})
-        settings = self.critic_start, self.critic_lr, self.critic_follows, self.critic_warmup
+        settings = self.critic_start, self.critic_lr, self.critic_follows
         return (Role(CRITIC, self.critic_updates, losses, *settings, self.gan > 0, self.shared),)
 
     def problems(self, where: str) -> list[str]:
@@ -202,7 +200,7 @@ class Dmd2(Term):
             return None
         exits, (critic,) = schedule.exits(), self.roles
         every = critic.updates_alone + 1
-        place = (update - critic.warmup) // every % len(exits)
+        place = update // every % len(exits)
         return Turn(exits[place], update - every * place)
 
     def begun(self, role: str, update: int, schedule: FlowSchedule) -> int:

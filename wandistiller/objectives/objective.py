@@ -146,19 +146,13 @@ class Objective:
         others = self.others.items()
         return tuple(name for name, role in others for _ in range(role.updates_alone)) + (STUDENT,)
 
-    @property
-    def warmup(self) -> tuple[str, ...]:
-        """Role of the network that each update before the first step is for."""
-        return tuple(name for name, role in self.others.items() for _ in range(role.warmup))
-
     def first_update(self, step: int) -> int:
         """Return the number of a step's first update, both counted from 0 over the run."""
-        return len(self.warmup) + step * len(self.updates)
+        return step * len(self.updates)
 
     def role_of(self, update: int) -> str:
         """Return the role of the network that an update, counted from 0 over the run, is for."""
-        place = update - len(self.warmup)
-        return self.warmup[update] if place < 0 else self.updates[place % len(self.updates)]
+        return self.updates[update % len(self.updates)]
 
     def needs_latents(self, role: str) -> bool:
         """Return whether an update of a role reads cached latents."""

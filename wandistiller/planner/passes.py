@@ -2,7 +2,7 @@
 
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from math import ceil
 from typing import NamedTuple
@@ -55,14 +55,10 @@ class Passes(NamedTuple):
     backward: float
 
 
-def passes_asked(job: Job, updates: Sequence[str] = ()) -> dict[str, Passes]:
-    """Return the passes of updates by network: the teacher, the student, and those trained beside it.
-
-    Args:
-        updates: each by its role; by default those of a step.
-    """
+def passes_asked(job: Job) -> dict[str, Passes]:
+    """Return the passes of a step by network: the teacher, the student, and those trained beside it."""
     forward, backward = Counter(), Counter()
-    for share, _, script in _of_step(job, updates):
+    for share, _, script in _of_step(job):
         forward[STUDENT] += share * script.rolled_out
         forward[TEACHER] += share * script.guided * (branches(job) - 1)
         for asked, slopes, learned in script.before + script.rounds:
@@ -72,12 +68,12 @@ def passes_asked(job: Job, updates: Sequence[str] = ()) -> dict[str, Passes]:
     return {role: Passes(forward[role], backward[role]) for role in (TEACHER, STUDENT, *job.networks.others)}
 
 
-def teacher_sweeps(job: Job, updates: Sequence[str] = ()) -> float:
+def teacher_sweeps(job: Job) -> float:
     """Return the mean number of times in a step that the teacher predicts for as many samples as it may."""
     steps, groups = job.batch.accumulation, ceil(job.batch.accumulation / swept(job))
     return sum(
         share * (groups * _asked(script.before, TEACHER) + steps * _asked(script.rounds, TEACHER))
-        for share, _, script in _of_step(job, updates)
+        for share, _, script in _of_step(job)
     )
 
 
@@ -85,24 +81,21 @@ def _asked(rounds: list[Round], role: str) -> int:
     return sum(each.asked[role] for each in rounds)
 
 
-def _of_step(job: Job, updates: Sequence[str] = ()) -> Iterator[tuple[float, str, ScriptPasses]]:
+def _of_step(job: Job) -> Iterator[tuple[float, str, ScriptPasses]]:
     """Yield the mean number of times that updates play a script, its role, and its passes."""
-    for role, number in Counter(updates or job.objective.updates).items():
+    for role, number in Counter(job.objective.updates).items():
         scripts = played_scripts(job, role)
         yield from ((number / len(scripts), role, script) for script in scripts)
 
 
-def base_sweeps(job: Job, of_step: Sequence[str] = ()) -> dict[str, float]:
+def base_sweeps(job: Job) -> dict[str, float]:
     """Return how often weights that all roles share come to the device in a step, by purpose: means.
 
     Empty if they stay there, or if each role has its own.
-
-    Args:
-        of_step: the role of each of its updates, by default the objective's.
     """
     if not (job.networks.share_base and job.teacher.sweeps):
         return {}
-    steps, updates = job.batch.accumulation, Counter(of_step or job.objective.updates)
+    steps, updates = job.batch.accumulation, Counter(job.objective.updates)
     scripts = {role: played_scripts(job, role) for role in updates}
     together, groups = rolled_out(job), ceil(steps / swept(job))
     sweeps: Counter[str] = Counter()
@@ -128,12 +121,11 @@ def base_sweeps(job: Job, of_step: Sequence[str] = ()) -> dict[str, float]:
     return {purpose: number for purpose, number in sweeps.items() if number}
 
 
-def lone_sweeps(job: Job, updates: Sequence[str] = ()) -> float:
+def lone_sweeps(job: Job) -> float:
     """Return the mean number of forward passes of a step that learn and go through the weights alone."""
-    scripts = _of_step(job, updates)
     alone = (
         share * sum((asked + learned).total() == learned.total() == 1 for asked, _, learned in script.rounds)
-        for share, _, script in scripts
+        for share, _, script in _of_step(job)
     )
     return job.batch.accumulation * sum(alone)
 
@@ -179,14 +171,10 @@ class _EvenExits(FlowSchedule):
         return FlowSchedule.uniform(self, name, update, *key)
 
 
-def updates_of(schedule: FlowSchedule) -> int:
-    """Return in how many updates each exit of a few-step student occurs."""
-    return min(MOST_EXITS, len(schedule.exits())) if schedule.few else 1
-
-
 def passes_of(objective: Objective, role: str, schedule: FlowSchedule) -> list[ScriptPasses]:
     """Count the passes for a micro-step of a role's update, for each exit of a few-step student."""
-    updates = tuple(map(objective.first_update, range(updates_of(schedule))))  # each of another step
+    number = min(MOST_EXITS, len(schedule.exits())) if schedule.few else 1
+    updates = tuple(map(objective.first_update, range(number)))  # each of another step
     even = _EvenExits(**{f.name: getattr(schedule, f.name) for f in fields(schedule)}, updates=updates)
     passes, carried_BCFHW = [], None
     for update in updates:

@@ -6,7 +6,7 @@ other.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf, prod
 from typing import Any
@@ -88,13 +88,9 @@ def usual_rates(machine: Machine) -> Rates:
     return Rates(SHARE * tflops, pcie, SHARE * tbytes)
 
 
-def passes(job: Job, updates: Sequence[str] = ()) -> dict[str, Passes]:
-    """Return the passes in a step by network, with the blocks that backward passes recompute.
-
-    Args:
-        updates: the role of each update, by default the objective's of a step.
-    """
-    made = passes_asked(job, updates)
+def passes(job: Job) -> dict[str, Passes]:
+    """Return the passes in a step by network, with the blocks that backward passes recompute."""
+    made = passes_asked(job)
     for role, each in made.items():
         if each.backward:
             config, _, engine = _network(job, role)
@@ -117,10 +113,8 @@ def _network(job: Job, role: str) -> tuple[NetworkConfig, float, EngineConfig]:
 class Times:
     """Estimated seconds of `job` on the ranks of `machine`."""
 
-    def __init__(self, job: Job, machine: Machine, rates: Rates, updates: Sequence[str] = ()):
-        """Estimate steps of updates by their roles, by default of the objective's."""
+    def __init__(self, job: Job, machine: Machine, rates: Rates):
         self.job, self.machine, self.rates = job, machine, rates
-        self._updates = updates or job.objective.updates
         self.topology = machine.topology
 
     def call(self, role: str, samples: int) -> float:
@@ -130,14 +124,14 @@ class Times:
     def computing(self) -> dict[str, float]:
         """Seconds of kernels of a step's passes, by network."""
         samples, by_role = self.job.batch.micro * self.job.batch.accumulation, {}
-        for role, each in passes(self.job, self._updates).items():
+        for role, each in passes(self.job).items():
             seconds = each.forward * self._pass(role) + each.backward * self._pass(role, backward=True)
             by_role[role] = samples * seconds
         return by_role
 
     def updating(self) -> float:
         """Seconds of a step that its updates take outside of passes."""
-        j, seconds, number = self.job, 0.0, Counter(self._updates)
+        j, seconds, number = self.job, 0.0, Counter(self.job.objective.updates)
         for role in (STUDENT, *j.networks.others):
             row = j.networks.first if role == STUDENT else j.networks.others[role]
             engine = _network(j, role)[2]
@@ -151,8 +145,8 @@ class Times:
         """Seconds of a step in which weights of the teacher come from CPU memory or a disk."""
         j = self.job
         if j.networks.share_base:
-            return sum(base_sweeps(j, self._updates).values()) * self._fetching()
-        return teacher_sweeps(j, self._updates) * self._passes() * self._fetching()
+            return sum(base_sweeps(j).values()) * self._fetching()
+        return teacher_sweeps(j) * self._passes() * self._fetching()
 
     def step(self) -> float:
         """Seconds of a step; what uses the teacher's weights computes while the next of them come."""
@@ -163,21 +157,14 @@ class Times:
 
     def _waiting(self) -> float:
         """Seconds in which forward passes that learn, alone in a sweep, wait for the shared base."""
-        if not base_sweeps(self.job, self._updates):
+        if not base_sweeps(self.job):
             return 0.0
         wait = max(0.0, self._fetching() - self.call(STUDENT, self.job.batch.micro))
-        return lone_sweeps(self.job, self._updates) * wait
-
-    def warm_up(self) -> float:
-        """Seconds of the updates before the first step."""
-        if not (warmup := self.job.objective.warmup):
-            return 0.0
-        longer = Times(self.job, self.machine, self.rates, (*warmup, *self.job.objective.updates))
-        return longer.step() - self.step()
+        return lone_sweeps(self.job) * wait
 
     def steps(self) -> float:
-        """Seconds of all steps, and of the updates before the first."""
-        return self.warm_up() + self.job.run.max_steps * self.step()
+        """Seconds of all steps."""
+        return self.job.run.max_steps * self.step()
 
     def rollouts(self) -> float:
         """Seconds of the teacher's rollouts, without those that the stages before have made."""

@@ -57,7 +57,7 @@ class RollOuts:
     """Reads samples, and lets the student sample where an objective's terms need that.
 
     For all updates of a step at once where the weights arrive block by block: the student's do not change
-    before its own update, which is the last. Updates before the first step are taken as many at a time.
+    before its own update, which is the last.
     """
 
     def __init__(self, job: Job, batches: MicroBatches, student: Learner):
@@ -84,7 +84,7 @@ class RollOuts:
     def _make(self, update: int, micro: int) -> None:
         """Sample for a micro-step, and for those that follow it in its step."""
         accumulation, objective = self._job.batch.accumulation, self._job.objective
-        step = (update - objective.first_update(0)) // len(objective.updates)
+        step = update // len(objective.updates)
         end = objective.first_update(step + 1) * accumulation
         micro_steps = range(update * accumulation + micro, end)[: self._together]
         keys = [divmod(number, accumulation) for number in micro_steps]

@@ -19,7 +19,6 @@ from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import CachedData, MicroBatches
 from wandistiller.data.conditions import Conditions
 from wandistiller.distributed import collectives
-from wandistiller.distributed.progress import Progress
 from wandistiller.distributed.shutdown import Stopped
 from wandistiller.engine.compiler import log_compiled
 from wandistiller.monitoring import memory_usage
@@ -83,8 +82,8 @@ class Trainer:
         self.learners = learners
         latent = job.folder.latent_shape(job.run.height, job.run.width, job.run.num_frames)
         self.batches = MicroBatches(data, job.schedule, job.batch, latent, self.student.ranks)
-        self._by_role = {role: Update(role, job, learners, teacher) for role in learners}
-        self.updates = [self._by_role[role] for role in job.objective.updates]
+        of_roles = {role: Update(role, job, learners, teacher) for role in learners}
+        self.updates = [of_roles[role] for role in job.objective.updates]
         """Those of a step, the student's last."""
         self.samples = RollOuts(job, self.batches, self.student)
         self.monitor = Monitor(job, self.student.monitors)
@@ -95,8 +94,6 @@ class Trainer:
         self.saves = Interval(job.run.save_minutes, SAVING)
         self.draws = Interval(job.run.sample_minutes, DRAWING)
         self._seconds_of_compiling = 0.0
-        self._warmed_up = 0
-        """Updates that are done of those before the first step."""
         self._draw_after = 0
         """Steps done when pictures are due by the clock; known a step before, as the teacher works ahead."""
 
@@ -109,8 +106,6 @@ class Trainer:
             NonFinite: on all ranks, after a checkpoint of the steps before; see `NonFiniteHandler`.
         """
         run, start = self.job.run, self.resume()
-        if not start:
-            self.warm_up()
         self.monitor.start(start)
         collectives.raise_if_stop_requested(f"before step {start + 1}")
         if start:
@@ -147,26 +142,6 @@ class Trainer:
             self.save(done, wait=True)
         stage = f" of stage {self.job.stage}" if self.job.stage else ""
         raise Stopped(f"after step {done} of {self.job.run.max_steps}{stage}")
-
-    def warm_up(self) -> None:
-        """Make the updates before the first step that are not done.
-
-        Raises:
-            Stopped, NonFinite: as `train`.
-        """
-        roles, done = self.job.objective.warmup, self._warmed_up
-        if done >= len(roles):
-            return
-        begin_step(0)
-        progress = Progress(f"the {roles[done]}'s head start", len(roles) - done, "update")
-        for number, role in enumerate(roles[done:], done):
-            result = self.update(self._by_role[role], number, 0)[role]
-            self._warmed_up = number + 1
-            progress.advance()
-            if result.stop_requested or result.over.save:
-                self.save(0, wait=result.stop_requested)
-            if result.stop_requested:
-                raise Stopped(f"after update {number + 1} of {len(roles)} of a head start")
 
     def train_step(self, step: int) -> StepResult:
         """Make one step, counted from 0: the updates of other networks, and then the student's.
@@ -242,7 +217,7 @@ class Trainer:
         if begun:
             self.checkpointer.finish()
             return next(iter(steps(self.job.output / "checkpoints")), self.job.output)
-        state = {"skipped_steps": self.nonfinite.skipped, "head_start": self._warmed_up}
+        state = {"skipped_steps": self.nonfinite.skipped}
         with self.saves.doing():
             carried = self.samples.carried()
             folder = self.checkpointer.save(self.learners, done, self._recorded | state, carried)
@@ -260,8 +235,7 @@ class Trainer:
         changed = changed_keys(folder, self._recorded, allowed)
         start = load(self.learners, folder, changed, self.job.objective.others)
         self.samples.resume(folder, changed)
-        state = read_state(folder)
-        self.nonfinite.skipped, self._warmed_up = state.get("skipped_steps", 0), state.get("head_start", 0)
+        self.nonfinite.skipped = read_state(folder).get("skipped_steps", 0)
         collectives.log0("resumed   %s: %d of %d steps are done", folder, start, self.job.run.max_steps)
         if collectives.rank() == 0:
             set_newer_aside(self.job.output, folder)

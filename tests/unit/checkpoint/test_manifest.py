@@ -1,4 +1,4 @@
-"""The order of checkpoints, some of which are within a head start, before the first step."""
+"""The order of checkpoints, and their parts."""
 
 import subprocess
 from pathlib import Path
@@ -15,7 +15,7 @@ from wandistiller.checkpoint.manifest import (
     steps,
 )
 
-IN_ORDER = [folder_name(*place) for place in ((0, 0), (0, 9), (0, 12), (1, 0), (10, 0))]
+IN_ORDER = [folder_name(step) for step in (0, 1, 10, 100_000_000)]
 
 
 def saved(folder: Path) -> Path:
@@ -28,19 +28,18 @@ def names(folder: Path) -> list[str]:
     return [one.name for one in reversed(steps(folder))]
 
 
-def test_those_of_a_head_start_come_between_step_0_and_step_1(tmp_path: Path) -> None:
+def test_checkpoints_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
     assert names(saved(tmp_path)) == IN_ORDER
-    assert IN_ORDER[2] == "step_00000000_update_00000012"
 
 
-def test_the_newest_of_a_head_start_are_kept_as_others_are(tmp_path: Path) -> None:
+def test_the_newest_up_to_one_are_kept(tmp_path: Path) -> None:
     rotate(saved(tmp_path) / IN_ORDER[2], keep=2)
     assert names(tmp_path) == IN_ORDER[1:]
     assert (tmp_path / "latest").read_text() == f"{IN_ORDER[2]}\n"
 
 
-def test_a_run_that_goes_on_within_a_head_start_sets_later_ones_aside(tmp_path: Path) -> None:
-    aside = [one.name for one in set_aside_newer(saved(tmp_path), 0, 9)]
+def test_those_after_the_one_that_a_run_goes_on_from_are_set_aside(tmp_path: Path) -> None:
+    aside = [one.name for one in set_aside_newer(saved(tmp_path), 1)]
     assert names(tmp_path) == IN_ORDER[:2]
     assert aside == [f"aside_{name}" for name in reversed(IN_ORDER[2:])]
 

@@ -278,11 +278,10 @@ def test_a_shared_update_is_counted_once_in_a_step_and_as_one_of_the_critic_s() 
     assert Objective((Dmd2(critic_updates=1, shared=True),)).updates == (STUDENT,)
 
 
-def test_updates_of_a_head_start_come_before_those_of_the_first_step() -> None:
-    objective = Objective((Dmd2(critic_updates=2, critic_warmup=3),))
-    step = (CRITIC, CRITIC, STUDENT)
-    assert tuple(map(objective.role_of, range(9))) == (CRITIC, CRITIC, CRITIC, *step, *step)
-    assert [objective.first_update(step) for step in range(3)] == [3, 6, 9]
+def test_a_step_s_updates_are_the_critic_s_and_then_the_student_s() -> None:
+    objective = Objective((Dmd2(critic_updates=2),))
+    assert [*map(objective.role_of, range(6))] == [CRITIC, CRITIC, STUDENT] * 2
+    assert [objective.first_update(step) for step in range(3)] == [0, 3, 6]
 
 
 @pytest.mark.parametrize("checkpoint", ["blocks", "attention", "feed_forward"])

@@ -53,7 +53,7 @@ def test_samples_that_go_on_are_those_of_a_whole_roll_out_of_a_student_that_does
     schedule: FlowSchedule, alone: int
 ) -> None:
     """From noise, or of a low-noise expert from where the finished one leads, two calls of it."""
-    term = replace(CARRIED, critic_updates=1 + alone, critic_warmup=3, sampler=schedule.few.sampler)
+    term = replace(CARRIED, critic_updates=1 + alone, sampler=schedule.few.sampler)
     objective, carried, exits = Objective((term,)), None, schedule.exits()
     for step in range(2 * len(exits) + 1):
         update = objective.first_update(step) + alone
@@ -101,13 +101,13 @@ def test_of_one_step_nothing_goes_on_and_every_number_is_as_without_it() -> None
 def test_only_the_finished_expert_s_calls_are_planned_before_the_one_that_learns(
     schedule: FlowSchedule, mean: float, critic_updates: int
 ) -> None:
-    objective = Objective((replace(CARRIED, critic_updates=critic_updates, critic_warmup=3),))
+    objective = Objective((replace(CARRIED, critic_updates=critic_updates),))
     plays = passes_of(objective, STUDENT, schedule)
     assert sum(one.rolled_out for one in plays) / len(plays) == mean
 
 
 def test_levels_come_in_turn_through_all_steps_of_a_run() -> None:
-    term = replace(CARRIED, critic_updates=3, critic_warmup=7)
+    term = replace(CARRIED, critic_updates=3)
     objective = Objective((term,))
     updates = [objective.first_update(step) + 2 for step in range(6)]
     turns = [Turn(call, updates[step - call]) for step, call in enumerate((0, 1, 2, 3, 0, 1))]

@@ -20,9 +20,6 @@ from wandistiller.student.calibration import importance, measure, velocity_error
 from wandistiller.teacher.base import LocalTeacher
 from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.teacher_json import read_placement
-from wandistiller.training.step_result import StepResult
-from wandistiller.training.trainer import Trainer
-from wandistiller.training.update import Update
 from wandistiller.utils.logging import current
 from wandistiller.wan import pipeline
 
@@ -105,44 +102,6 @@ def test_loading_the_teacher_ends_soon_after_the_request(
     with pytest.raises(Stopped, match="while the teacher was loaded"):
         build_teacher(pipeline.open_wan(str(wan1)), placed)
     assert 1 <= len(names) <= 8
-
-
-def of_all_roles(trainer: Trainer) -> list[Tensor]:
-    """The weights of student and critic."""
-    networks = [network for learner in trainer.learners.values() for network in learner.networks.values()]
-    return [p for network in networks for p in network.module.parameters()]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["stopped", "killed"])
-def test_a_run_that_is_stopped_or_killed_in_the_critic_s_head_start_goes_on_in_it_to_the_same_end(
-    how: str, tmp_path: Path, wan1: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dmd2 = {"name": "dmd2", "steps": 2, "critic_updates": 1, "critic_warmup": 3}
-    more = {"max_steps": 1, "objective": dmd2, "sample_prompts": ["a red circle"], "sample_steps": 1}
-    given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "run"), save_minutes=1e-6, **more)
-    one, update, numbers = trainer_of(given), Trainer.update, []
-
-    def asked(trainer: Trainer, of: Update, number: int, step: int) -> StepResult:
-        numbers.append(number)
-        if len(numbers) == 2:
-            trainer.checkpointer.finish()
-            if how == "killed":
-                raise KeyboardInterrupt
-            stopping.request_stop("SIGTERM")
-        return update(trainer, of, number, step)
-
-    monkeypatch.setattr(Trainer, "update", asked)
-    with pytest.raises(KeyboardInterrupt if how == "killed" else Stopped):
-        one.train()
-    kept = 1 if how == "killed" else 2
-    assert (tmp_path / "run/checkpoints/latest").read_text() == f"step_00000000_update_0000000{kept}\n"
-    stopping.release()
-    resumed, whole = trainer_of(given), trainer_of(given | {"output_dir": str(tmp_path / "whole")})
-    resumed.train()
-    assert numbers == [0, 1, *range(kept, 5)]
-    whole.train()
-    assert all(map(torch.equal, of_all_roles(resumed), of_all_roles(whole)))
 
 
 def test_a_request_while_pictures_are_drawn_saves_the_step_before_them(tmp_path: Path, wan1: Path) -> None:
