@@ -89,6 +89,9 @@ class StorageError(Problems):
     """A disk, folder or file that is full, gone or damaged; once fixed, the same command resumes the run."""
 
 
+REMOVED = {"critic_warmup": " Leave it out: dmd2's critic has no head start any more."}
+
+
 def problem(where: str | Path, key: str, value: object, remedy: str) -> Problem:
     """Format a problem: file, key, its value, what to write instead."""
     text = json.dumps(value, ensure_ascii=False, default=str)
@@ -100,7 +103,7 @@ def unknown_keys(where: str | Path, values: dict, known: Iterable[str], prefix: 
     """List the keys of `values` that are not among `known`, each as a problem with the nearest known key."""
     known, problems = sorted(known), []
     for key in sorted(set(values) - set(known)):
-        hint = nearest(key, known) or f" Known keys: {', '.join(known)}."
+        hint = REMOVED.get(key) or nearest(key, known) or f" Known keys: {', '.join(known)}."
         problems.append(problem(where, prefix + key, values[key], f"Unknown key.{hint}"))
     return problems
 
