@@ -20,6 +20,9 @@ EULER, RENOISE, FLOW_MAP = "euler", "renoise", "flow_map"
 """Samplers of students of few steps: along the velocity, to clean latents that are noised again, or along the
 mean velocity to the next level, in any number of steps."""
 
+NUMBERS = (2, 4, 8, 16, 50)
+"""Numbers of steps that a flow map's own samples are of while it is trained on them."""
+
 
 class FewSteps(NamedTuple):
     """The sampler that a student of few steps is trained for."""
@@ -162,6 +165,20 @@ class FlowSchedule:
         """List the calls of a few-step student that are trained; the calls before are without gradient."""
         calls = range(len(self.few.sigmas))
         return [call for call in calls if self.trained in (None, self.few.expert(call))]
+
+    def jumps(self, update: int) -> tuple["FewSteps", int]:
+        """Draw the sampler of an update's own samples, and its calls before the one that learns.
+
+        A flow map's has up to three, whatever the number of steps is from which they come: from noise to a
+        level, from there to the next, and to data. Source: Gu et al. 2026, arXiv:2605.13724.
+        """
+        u, exits = self.uniform("exit", update, 0), self.exits()
+        if self.few.sampler != FLOW_MAP:
+            return self.few, exits[int(u * len(exits))]
+        number = NUMBERS[int(self.uniform("number", update) * len(NUMBERS))]
+        call, levels = int(u * number), [*self.steps(number), 0.0]
+        sigmas = dict.fromkeys(level for level in (1.0, *levels[call : call + 2]) if level)
+        return self.few._replace(sigmas=tuple(sigmas)), min(call, 1)
 
     def segments(self, expert: Expert, sigma_S: list[float]) -> list[int]:
         """Return the segments of a path, each from state s to s + 1, that begin at a sigma of `expert`."""

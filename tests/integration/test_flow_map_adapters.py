@@ -155,6 +155,23 @@ def test_a_resumed_run_goes_on_bit_for_bit(folder: Path, wan1: Path, run: Path) 
     assert_same(trained(folder, wan1, "resumed", STREAMED, resume=middle), run)
 
 
+DMD2 = {"name": "dmd2", "sampler": "flow_map", "critic_updates": 1, "critic_lr": 1e-3}
+SHARED = DMD2 | {"shared": True, "projected": True}
+SUMS = {"dmd2": DMD2, "shared": SHARED, "carried": SHARED | {"carried": True, "critic_start": "teacher"}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SUMS)
+def test_beside_dmd2_they_learn_on_a_streamed_base_what_they_learn_on_copies_bitwise_and_go_on(
+    folder: Path, wan1: Path, name: str
+) -> None:
+    given = {"objective": ["flow_map", SUMS[name]]}
+    whole = trained(folder, wan1, f"{name}_streamed", STREAMED, **given)
+    assert_same(trained(folder, wan1, f"{name}_copies", COPIES, **given), whole)
+    middle = str(whole / "checkpoints" / "step_00000001")
+    assert_same(trained(folder, wan1, f"{name}_resumed", STREAMED, resume=middle, **given), whole)
+
+
 @pytest.mark.slow
 def test_one_and_two_ranks_train_the_same(folder: Path, wan1: Path, run: Path) -> None:
     both = trained(folder, wan1, "two", STREAMED, ranks=2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers import AnyFlowPipeline
 from ranks import losses, wandistiller
-from recipes import recipe_file, train
+from recipes import recipe_file, student_engine, train
 from safetensors.torch import load_file
 from slow_cases import slow_but
 
@@ -85,6 +85,17 @@ def test_a_resumed_run_goes_on_bit_for_bit(folder: Path, wan1: Path, run: Path) 
     again = train(folder, wan1, "resumed", ranks=1, resume=checkpoint, **SETTINGS)
     ours, theirs = (load_file(output / "student" / WEIGHTS) for output in (again, run))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.slow
+def test_beside_dmd2_weights_in_parts_learn_what_whole_ones_do(folder: Path, wan1: Path) -> None:
+    dmd2 = {"name": "dmd2", "sampler": "flow_map", "critic_updates": 1, "gan": 0.03}
+    settings = SETTINGS | {"objective": ["flow_map", dmd2]}
+    whole, parts = (
+        train(folder, wan1, f"stage_{n}", ranks=2, deepspeed_config=student_engine(n), **settings)
+        for n in (2, 3)
+    )
+    assert losses(parts) == pytest.approx(losses(whole), rel=1e-4)
 
 
 @pytest.mark.slow

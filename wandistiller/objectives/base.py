@@ -16,6 +16,7 @@ from wandistiller.objectives.script import TEACHER, Ask, Learn, Loss, Script
 from wandistiller.utils.validation import Positive
 
 ALONG, TO_DATA = "along the teacher's path", "to data in one step"
+TO_ANY_LEVEL = "to every lower noise level"
 """Places to which a velocity leads."""
 
 

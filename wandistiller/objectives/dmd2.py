@@ -1,7 +1,7 @@
 """DMD2: the student's own samples, by backward simulation, move to where the teacher's are likelier."""
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -12,8 +12,19 @@ from torch.nn.functional import cosine_similarity, softplus
 from wandistiller.batch import STUDENT, Prediction, State, to_device
 from wandistiller.data.cached_dataset import MicroBatches
 from wandistiller.experts import Expert
-from wandistiller.flow import EULER, RENOISE, FewSteps, FlowSchedule, clean
-from wandistiller.objectives.base import SATURATION, TO_DATA, Aim, Limit, Role, RunFacts, Term, mean_square
+from wandistiller.flow import EULER, FLOW_MAP, RENOISE, FlowSchedule, clean
+from wandistiller.objectives.base import (
+    SATURATION,
+    TO_ANY_LEVEL,
+    TO_DATA,
+    Aim,
+    Limit,
+    Role,
+    RunFacts,
+    Term,
+    mean_square,
+)
+from wandistiller.objectives.flow_map import unfit
 from wandistiller.objectives.rollout import WITH_NOISE, Renoised, Rollout, Turn, drawn, renoised
 from wandistiller.objectives.script import TEACHER, Ask, Learn, Loss, Script, Slope
 from wandistiller.utils.errors import RECIPE, Problem
@@ -119,8 +130,9 @@ class Dmd2(Term):
 
     steps: Steps = 4
     """Sampling steps to train for."""
-    sampler: Literal["euler", "renoise"] = EULER
-    """Along the student's velocity, or to its clean latents, which are noised again."""
+    sampler: Literal["euler", "renoise", "flow_map"] = EULER
+    """Along the student's velocity, to its clean latents, which are noised again, or as a flow map's student,
+    which has other numbers of steps in each update: best beside the objective `flow_map`."""
     expert: Literal["high_noise", "low_noise"] | None = None
     """The expert of a two-expert student that is trained; the high-noise one first, the other after it."""
     critic_updates: Steps = 5
@@ -152,6 +164,7 @@ class Dmd2(Term):
     def aim(self) -> Aim:
         is_direct = self.sampler == RENOISE or self.steps == 1
         destination = TO_DATA if is_direct else "to samples, by Euler's method"
+        destination = TO_ANY_LEVEL if self.sampler == FLOW_MAP else destination
         return Aim(destination, self.steps, self.sampler, expert=Expert.of_key(self.expert))
 
     @property
@@ -172,7 +185,8 @@ class Dmd2(Term):
         return [Problem(text, RECIPE, where) for text in texts]
 
     def combined_problems(self, where: str, run: RunFacts) -> list[str]:
-        texts, of_two, from_teacher = [], run.has_two_experts, self.critic_start == "teacher"
+        of_two, from_teacher = run.has_two_experts, self.critic_start == "teacher"
+        texts = [f"`{where}.sampler` is flow_map. {why}" for why in unfit(run) if self.sampler == FLOW_MAP]
         if of_two and not self.expert:
             text = '`experts` is "two", and dmd2 trains one network in a run. Write "one", or give dmd2'
             texts.append(f'{text} the key `expert`: "high_noise" in one stage and "low_noise" in the next.')
@@ -226,14 +240,26 @@ class Dmd2(Term):
         batch = states[ROLLOUT]
         if carried_BCFHW is not None:
             x_BCFHW = to_device(carried_BCFHW, batch.x_t_BCFHW.device)
-            batch = batch.at(batch.exit, x_BCFHW, schedule.few)
-        state = yield from self.simulated(batch, schedule.few)
+            batch = batch.at(batch.exit, x_BCFHW)
+        state = yield from self.simulated(batch)
         if role == CRITIC:
             student = yield Ask(STUDENT, state)
-            state = renoised(state, student.v_BCFHW)
+            state = renoised(state, (yield from self.to_data(state, student.v_BCFHW)))
         return states | {ROLLOUT: state}
 
-    def simulated(self, batch: Rollout, few: FewSteps) -> Generator[Ask, Prediction, Rollout]:
+    def to_data(self, state: Rollout, v_BCFHW: Tensor) -> Generator[Ask, Prediction, Tensor]:
+        """Return the velocity that leads from a state to data in one step, with the gradient of `v_BCFHW`.
+
+        A flow map's velocity leads to the next level. From there it is asked again, without gradient.
+        """
+        sigma, end = state.few.ends(state.call)
+        if state.end_B is None or not end:
+            return v_BCFHW
+        there = state.following(v_BCFHW.detach())
+        rest = yield Ask(STUDENT, replace(there, end_B=torch.zeros_like(there.end_B)))
+        return ((sigma - end) * v_BCFHW + end * rest.v_BCFHW) / sigma
+
+    def simulated(self, batch: Rollout) -> Generator[Ask, Prediction, Rollout]:
         """Sample from the batch's noise to the state before its drawn call, with the sampler of use.
 
         Source: backward simulation, Yin et al. 2024, arXiv:2405.14867, section 4.5.
@@ -241,7 +267,7 @@ class Dmd2(Term):
         state = batch
         for _ in range(batch.call, batch.exit):
             student = yield Ask(STUDENT, state)
-            state = state.following(student.v_BCFHW, few)
+            state = state.following(student.v_BCFHW)
         return state
 
     def script(self, role: str, states: dict[str, State], schedule: FlowSchedule) -> Script:
@@ -259,7 +285,8 @@ class Dmd2(Term):
         from the teacher's x0. Source: Yin et al. 2024, arXiv:2311.18828, equations 7 and 8.
         """
         student = yield Learn(state)
-        sample = renoised(state, student.v_BCFHW.detach())
+        v_BCFHW = yield from self.to_data(state, student.v_BCFHW)
+        sample = renoised(state, v_BCFHW.detach())
         if self.gan:
             numel = sample.x0_BCFHW[0].numel()  # inside: a mean's gradient is too small for float16
             slope_BCFHW = yield Slope(CRITIC, sample, lambda p: numel * softplus(-realism(p)).sum())
@@ -271,11 +298,11 @@ class Dmd2(Term):
             adversarial_BCFHW = self.gan * ((1 - sample.sigma_B.view(-1, 1, 1, 1, 1)) * slope_BCFHW)
             numbers["adversarial"] = _mean_of(adversarial_BCFHW.abs())
             gradient_BCFHW = gradient_BCFHW + adversarial_BCFHW
-        x0_BCFHW = clean(state.x_t_BCFHW, student.v_BCFHW, state.sigma_B)
+        x0_BCFHW = clean(state.x_t_BCFHW, v_BCFHW, state.sigma_B)
         loss_B = mean_square(x0_BCFHW - (sample.x0_BCFHW - gradient_BCFHW)) / 2
         carried_BCFHW = None
         if self.carried and state.exit < schedule.exits()[-1]:
-            carried_BCFHW = state.following(student.v_BCFHW.detach(), schedule.few).x_t_BCFHW
+            carried_BCFHW = state.following(student.v_BCFHW.detach()).x_t_BCFHW
         numbers["exit"] = torch.full_like(state.sigma_B, state.exit)
         loss = Loss(loss_B[None], numbers, carried_BCFHW)
         return {STUDENT: loss} | ({CRITIC: self._of_critic(sample, critic, *true)} if self.shared else {})

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from wandistiller.batch import STUDENT, Batch, Prediction
 from wandistiller.flow import FLOW_MAP, FlowSchedule
-from wandistiller.objectives.base import Aim, RunFacts, Term, mean_square
+from wandistiller.objectives.base import TO_ANY_LEVEL, Aim, RunFacts, Term, mean_square
 from wandistiller.objectives.script import TEACHER, Ask
 from wandistiller.utils.errors import RECIPE, Problem
 from wandistiller.utils.validation import Share, Steps
@@ -44,19 +44,10 @@ class FlowMap(Term):
 
     @property
     def aim(self) -> Aim:
-        return Aim("to every lower noise level", self.steps, FLOW_MAP)
+        return Aim(TO_ANY_LEVEL, self.steps, FLOW_MAP)
 
     def combined_problems(self, where: str, run: RunFacts) -> list[str]:
-        reasons = {
-            "The student has two experts; one network must lead from noise to data. "
-            'Write "experts": "one".': run.has_two_experts,
-            "The teacher is a flow map already. Give the Wan that it was made of; start the student from it "
-            "by `init`.": run.teaches_flow_map,
-            "The teacher's latents are joined with given frames, which diffusers' AnyFlowPipeline (0.42.1) "
-            "cannot give. Give a Wan of text, or Wan2.2 5B.": run.joins_frames,
-        }
-        texts = [f"`{where}` is flow_map. {why}" for why, is_so in reasons.items() if is_so]
-        return [Problem(text, RECIPE, where) for text in texts]
+        return [Problem(f"`{where}` is flow_map. {why}", RECIPE, where) for why in unfit(run)]
 
     def target(self, batch: Batch, schedule: FlowSchedule) -> Generator[Ask | list[Ask], Prediction, Target]:
         parts = []
@@ -82,6 +73,19 @@ class FlowMap(Term):
     def loss(self, prediction: Prediction, target: Target, batch: Batch) -> Tensor:
         mean_BCFHW, weight_B = target
         return weight_B * mean_square(prediction.v_BCFHW - mean_BCFHW)
+
+
+def unfit(run: RunFacts) -> list[str]:
+    """List why the student of a run cannot be a flow map."""
+    reasons = {
+        "The student has two experts; one network must lead from noise to data. "
+        'Write "experts": "one".': run.has_two_experts,
+        "The teacher is a flow map already. Give the Wan that it was made of; start the student from it "
+        "by `init`.": run.teaches_flow_map,
+        "The teacher's latents are joined with given frames, which diffusers' AnyFlowPipeline (0.42.1) "
+        "cannot give. Give a Wan of text, or Wan2.2 5B.": run.joins_frames,
+    }
+    return [why for why, is_so in reasons.items() if is_so]
 
 
 def _of_samples(x_B: Tensor) -> Tensor:

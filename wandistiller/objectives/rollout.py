@@ -9,7 +9,7 @@ from torch import Tensor
 from wandistiller.batch import State, to_device
 from wandistiller.data.cached_dataset import MicroBatches
 from wandistiller.experts import Expert
-from wandistiller.flow import RENOISE, FewSteps, FlowSchedule, clean, path
+from wandistiller.flow import FLOW_MAP, RENOISE, FewSteps, FlowSchedule, clean, path
 from wandistiller.utils.keyed_random import keyed_normal
 
 RENOISED = (0.02, 0.98)
@@ -24,6 +24,8 @@ class Rollout(State):
 
     exit: int
     """Calls of the student before the one that learns; equal on all ranks for one micro-step."""
+    few: FewSteps
+    """The sampler of use."""
     renoise: State
     """Noise for the samples, its level, where they are compared, and the teacher's expert for it."""
     on_path_B: Tensor
@@ -35,16 +37,17 @@ class Rollout(State):
     call: int = 0
     """Calls that were made."""
 
-    def at(self, call: int, x_BCFHW: Tensor, few: FewSteps) -> "Rollout":
+    def at(self, call: int, x_BCFHW: Tensor) -> "Rollout":
         """Return the state before a call, counted from 0."""
-        sigma_B = torch.full_like(self.sigma_B, few.sigmas[call])
-        return replace(self, x_t_BCFHW=x_BCFHW, sigma_B=sigma_B, expert=few.expert(call), call=call)
+        sigma_B = torch.full_like(self.sigma_B, self.few.sigmas[call])
+        levels = {"sigma_B": sigma_B, "end_B": _end(self.few, call, sigma_B)}
+        return replace(self, x_t_BCFHW=x_BCFHW, expert=self.few.expert(call), call=call, **levels)
 
-    def following(self, v_BCFHW: Tensor, few: FewSteps) -> "Rollout":
+    def following(self, v_BCFHW: Tensor) -> "Rollout":
         """Return the state after a call with its velocity, by the sampler of use."""
         new_BCFHW = self.new_noise[self.call] if self.new_noise else None
-        x_BCFHW = few.following(self.call, self.x_t_BCFHW, v_BCFHW, new_BCFHW)
-        return self.at(self.call + 1, x_BCFHW, few)
+        x_BCFHW = self.few.following(self.call, self.x_t_BCFHW, v_BCFHW, new_BCFHW)
+        return self.at(self.call + 1, x_BCFHW)
 
 
 class Turn(NamedTuple):
@@ -82,12 +85,12 @@ def drawn(
         guidance_share: samples that the teacher predicts with guidance, which counts so much more for them.
     """
     schedule, index_B = source.schedule, source.indices(update, micro)
-    exits = schedule.exits()
-    exit_, begun = turn or (exits[int(schedule.uniform("exit", update, 0) * len(exits))], update)
+    few, exit_ = (schedule.few, turn.exit) if turn else schedule.jumps(update)
+    schedule, begun = replace(schedule, few=few), turn.begun if turn else update
     conditioning = source.conditioning(begun, micro)
     end = schedule.handover if schedule.trained is Expert.HIGH_NOISE else 0.0
     calls = exit_ + 1 if turn else exit_  # to the next state, from which the samples go on
-    renewed = calls if schedule.few.sampler == RENOISE else 0
+    renewed = calls if few.sampler == RENOISE else 0
     # the names are part of the random numbers' keys
     kinds = ("start", begun), ("judged noise", update), *((f"fresh {call}", begun) for call in range(renewed))
     start_BCFHW, noise_BCFHW, *new_noise = (
@@ -111,9 +114,11 @@ def drawn(
     return Rollout(
         x_t_BCFHW=start_BCFHW,
         sigma_B=torch.ones_like(sigma_B),
+        end_B=_end(few, 0, sigma_B),
         conditioning=conditioning,
-        expert=schedule.few.expert(0),
+        expert=few.expert(0),
         exit=exit_,
+        few=few,
         renoise=State(
             x_t_BCFHW=noise_BCFHW,
             sigma_B=sigma_B,
@@ -125,6 +130,11 @@ def drawn(
         end=end,
         on_path_B=to_device(torch.tensor(on_path), device),
     )
+
+
+def _end(few: FewSteps, call: int, sigma_B: Tensor) -> Tensor | None:
+    """Return the noise level to which a call of a flow map leads; None of others, which are not told."""
+    return torch.full_like(sigma_B, few.ends(call)[1]) if few.sampler == FLOW_MAP else None
 
 
 def _is_on_path(compare: str, schedule: FlowSchedule, sample_index: int) -> bool:

@@ -29,6 +29,7 @@ from wandistiller.monitoring.metrics import finite_or_none
 from wandistiller.network.adapters import begin_with, is_adapter, set_no_change
 from wandistiller.network.names import set_parameter
 from wandistiller.network.network import Computing, Network, without_memory, zeros
+from wandistiller.network.weight_reader import WeightReader
 from wandistiller.student.calibration import (
     BANDS,
     MOST,
@@ -108,15 +109,22 @@ class NetworkBuilder:
         job = self.job
         if row.trained and row.trained.lora is not None and not job.resume_from:
             if row.base and row.config.has_second_time:
-                row.config.complete(module, reader := start_reader(job, row.expert))
-                if problems := collectives.gather_problems(reader.faults):
-                    raise ConfigError(*problems)
+                _read_second_time(row, module, start_reader(job, row.expert))
             if row.base and job.start:
                 _start(job).fill_adapters(row.expert.value, module)
             else:
                 begin_with(module, start_changes(job, row.expert))
         if row.as_base and row.base:
             set_no_change(module)
+            if row.config.has_second_time:
+                _read_second_time(row, module, job.folder.reader(row.base))
+
+
+def _read_second_time(row: NetworkPlan, module: nn.Module, reader: WeightReader) -> None:
+    """Let a second time begin as in the weights of a base, or as the first there. Collective."""
+    row.config.complete(module, reader)
+    if problems := collectives.gather_problems(reader.faults):
+        raise ConfigError(*problems)
 
 
 def _start(job: Job) -> Source:

@@ -114,7 +114,7 @@ def test_a_subclass_may_sample_otherwise() -> None:
     """From noise to half of it along the student's velocity, in one call."""
 
     class Halfway(Dmd2):
-        def simulated(self, batch: Rollout, few: FewSteps) -> Generator[Ask, Prediction, Rollout]:
+        def simulated(self, batch: Rollout) -> Generator[Ask, Prediction, Rollout]:
             student = yield Ask(STUDENT, batch)
             return replace(batch, x_t_BCFHW=batch.x_t_BCFHW - student.v_BCFHW / 2, sigma_B=batch.sigma_B / 2)
 
@@ -141,7 +141,7 @@ def test_simulated_states_are_those_of_the_sampler(wan1: Path, steps: int, sampl
     for step in range(12):
         batch = drawn(texts, step, 0)
         exits.add(batch.exit)
-        state = played(Dmd2().simulated(batch, few), lambda ask: Prediction(velocity(ask.state)))
+        state = played(Dmd2().simulated(batch), lambda ask: Prediction(velocity(ask.state)))
         new_noise = [keyed_normal((2, 16, 1, 4, 4), "after the exit")] * steps
         new_noise[: len(batch.new_noise)] = batch.new_noise
         given = batch.x_t_BCFHW, batch.conditioning, 40, few, new_noise.__getitem__
