@@ -104,11 +104,7 @@ class NetworkConfig(Protocol):
 
     @staticmethod
     def complete(module: nn.Module, reader: WeightReader | None = None) -> None:
-        """Give weights of a second time that have no values yet those of the first.
-
-        Args:
-            reader: has either of them, and gives all.
-        """
+        """Give weights of a second time those of `reader`, or, where they have none yet, the first time's."""
 
     @staticmethod
     def merge_text_padding(module: nn.Module) -> nn.Module:

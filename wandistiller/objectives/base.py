@@ -16,7 +16,6 @@ from wandistiller.objectives.script import TEACHER, Ask, Learn, Loss, Script
 from wandistiller.utils.validation import Positive
 
 ALONG, TO_DATA = "along the teacher's path", "to data in one step"
-TO_ANY_LEVEL = "to every lower noise level"
 """Places to which a velocity leads."""
 
 
@@ -229,7 +228,9 @@ class Term:
 
     def __str__(self) -> str:
         """Weight, name and settings other than the defaults: `0.1 feature(blocks=[1, 3])`."""
-        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        usual = type(self)()
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        changed = {name: value for name, value in values.items() if value != getattr(usual, name)}
         weight = f"{changed.pop('weight'):g} " if "weight" in changed else ""
         settings = ", ".join(f"{key}={value}" for key, value in changed.items())
         return f"{weight}{self.name}({settings})" if settings else f"{weight}{self.name}"

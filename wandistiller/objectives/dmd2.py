@@ -13,18 +13,8 @@ from wandistiller.batch import STUDENT, Prediction, State, to_device
 from wandistiller.data.cached_dataset import MicroBatches
 from wandistiller.experts import Expert
 from wandistiller.flow import EULER, FLOW_MAP, RENOISE, FlowSchedule, clean
-from wandistiller.objectives.base import (
-    SATURATION,
-    TO_ANY_LEVEL,
-    TO_DATA,
-    Aim,
-    Limit,
-    Role,
-    RunFacts,
-    Term,
-    mean_square,
-)
-from wandistiller.objectives.flow_map import unfit
+from wandistiller.objectives.base import SATURATION, TO_DATA, Aim, Limit, Role, RunFacts, Term, mean_square
+from wandistiller.objectives.flow_map import TO_ANY_LEVEL
 from wandistiller.objectives.rollout import WITH_NOISE, Renoised, Rollout, Turn, drawn, renoised
 from wandistiller.objectives.script import TEACHER, Ask, Learn, Loss, Script, Slope
 from wandistiller.utils.errors import RECIPE, Problem
@@ -135,8 +125,8 @@ class Dmd2(Term):
     which has other numbers of steps in each update: best beside the objective `flow_map`."""
     expert: Literal["high_noise", "low_noise"] | None = None
     """The expert of a two-expert student that is trained; the high-noise one first, the other after it."""
-    critic_updates: Steps = 5
-    """The critic's updates before each of the student's."""
+    critic_updates: Steps | None = None
+    """The critic's updates before each of the student's; None: 5, and 1 of a flow map."""
     critic_start: Literal["student", "teacher"] = "student"
     """Weights and shape of the critic at the start: the student's, or the teacher's low-noise expert's.
 
@@ -159,6 +149,10 @@ class Dmd2(Term):
     """Share of the samples that the teacher predicts with guidance, which counts so much more for them."""
     gan: NotNegative = 0.0
     """Weight, such as 0.03, of heads on the critic that tell samples from cached latents; 0: no heads."""
+
+    def __post_init__(self) -> None:
+        usual = 1 if self.sampler == FLOW_MAP else 5
+        object.__setattr__(self, "critic_updates", self.critic_updates or usual)
 
     @property
     def aim(self) -> Aim:
@@ -185,8 +179,7 @@ class Dmd2(Term):
         return [Problem(text, RECIPE, where) for text in texts]
 
     def combined_problems(self, where: str, run: RunFacts) -> list[str]:
-        of_two, from_teacher = run.has_two_experts, self.critic_start == "teacher"
-        texts = [f"`{where}.sampler` is flow_map. {why}" for why in unfit(run) if self.sampler == FLOW_MAP]
+        texts, of_two, from_teacher = [], run.has_two_experts, self.critic_start == "teacher"
         if of_two and not self.expert:
             text = '`experts` is "two", and dmd2 trains one network in a run. Write "one", or give dmd2'
             texts.append(f'{text} the key `expert`: "high_noise" in one stage and "low_noise" in the next.')

@@ -8,11 +8,13 @@ from torch import Tensor
 
 from wandistiller.batch import STUDENT, Batch, Prediction
 from wandistiller.flow import FLOW_MAP, FlowSchedule
-from wandistiller.objectives.base import TO_ANY_LEVEL, Aim, RunFacts, Term, mean_square
+from wandistiller.objectives.base import Aim, RunFacts, Term, mean_square
 from wandistiller.objectives.script import TEACHER, Ask
 from wandistiller.utils.errors import RECIPE, Problem
 from wandistiller.utils.validation import Share, Steps
 
+TO_ANY_LEVEL = "to every lower noise level"
+"""Place to which a mean velocity leads."""
 STEP = 0.005
 """Distance in noise level of the states of a central difference from its middle."""
 Target = tuple[Tensor, Tensor]
@@ -46,9 +48,6 @@ class FlowMap(Term):
     def aim(self) -> Aim:
         return Aim(TO_ANY_LEVEL, self.steps, FLOW_MAP)
 
-    def combined_problems(self, where: str, run: RunFacts) -> list[str]:
-        return [Problem(f"`{where}` is flow_map. {why}", RECIPE, where) for why in unfit(run)]
-
     def target(self, batch: Batch, schedule: FlowSchedule) -> Generator[Ask | list[Ask], Prediction, Target]:
         parts = []
         if self.data_weight < 1:
@@ -75,7 +74,7 @@ class FlowMap(Term):
         return weight_B * mean_square(prediction.v_BCFHW - mean_BCFHW)
 
 
-def unfit(run: RunFacts) -> list[str]:
+def unfit(run: RunFacts) -> list[Problem]:
     """List why the student of a run cannot be a flow map."""
     reasons = {
         "The student has two experts; one network must lead from noise to data. "
@@ -85,7 +84,8 @@ def unfit(run: RunFacts) -> list[str]:
         "The teacher's latents are joined with given frames, which diffusers' AnyFlowPipeline (0.42.1) "
         "cannot give. Give a Wan of text, or Wan2.2 5B.": run.joins_frames,
     }
-    return [why for why, is_so in reasons.items() if is_so]
+    texts = [f"`objective` trains a flow map. {why}" for why, is_so in reasons.items() if is_so]
+    return [Problem(text, RECIPE, "objective") for text in texts]
 
 
 def _of_samples(x_B: Tensor) -> Tensor:

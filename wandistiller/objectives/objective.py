@@ -9,8 +9,9 @@ from torch import Tensor
 from wandistiller.batch import STUDENT, Prediction, State
 from wandistiller.data.cached_dataset import MicroBatches
 from wandistiller.experts import Expert
-from wandistiller.flow import FlowSchedule
+from wandistiller.flow import FLOW_MAP, FlowSchedule
 from wandistiller.objectives.base import TO_DATA, Role, RunFacts, Term
+from wandistiller.objectives.flow_map import unfit
 from wandistiller.objectives.script import Ask, Loss, Losses, Question, joined
 from wandistiller.utils.errors import RECIPE, ConfigError, Problem, nearest, problem
 from wandistiller.utils.registry import classes_in
@@ -58,7 +59,8 @@ class Objective:
         """List the settings that do not go with the rest of a run."""
         keys = [f"objective[{i}]" for i in range(len(self.terms))] if len(self.terms) > 1 else ["objective"]
         named = zip(keys, self.terms, strict=True)
-        return [problem for key, term in named for problem in term.combined_problems(key, run)]
+        problems = [problem for key, term in named for problem in term.combined_problems(key, run)]
+        return problems + (unfit(run) if self.few_step_sampler == FLOW_MAP else [])
 
     def for_student(self, lineage: list[int]) -> "Objective":
         """Return the objective of a student whose blocks stand for these blocks of the teacher."""

@@ -92,10 +92,7 @@ def _guided(networks: dict[Expert, Network], placement: Placement, guidance: Gui
 
 
 def keeps_beside(folder: Folder, placement: Placement) -> bool:
-    """Return whether LoRA files of a pipeline can be computed beside its weights, in this placement.
-
-    A flow map's are merged, as its base has one time.
-    """
+    """Return whether LoRA files are computed beside a pipeline's weights; a flow map's have another base."""
     return bool(folder.added) and placement.can_be_shared() and not folder.config.has_second_time
 
 

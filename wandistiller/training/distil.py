@@ -33,9 +33,7 @@ from wandistiller.utils.files import TINY, link_or_copy, write_json
 from wandistiller.utils.logging import set_activity
 
 LORA = "lora.safetensors"
-"""File of a finished run's adapters, for ComfyUI and diffusers; one for each of two experts.
-
-A flow map's is for diffusers alone, by the lines of its card."""
+"""File of a finished run's adapters, for ComfyUI (but a flow map's) and diffusers; one for each expert."""
 
 
 def run(stages: list[Job], begin: Callable[[Job], None]) -> None:

@@ -176,10 +176,7 @@ def as_settings(added: Iterable[AddedLora]) -> list[dict[str, Any]]:
 
 
 class MergingReader(WeightReader):
-    """The tensors of a transformer folder with low-rank changes added, in float32, before they are cast.
-
-    Those of a second time come from a file beside the changes.
-    """
+    """The tensors of a transformer folder with LoRA files added, in float32, before they are cast."""
 
     def __init__(self, folder: Path, changes: dict[str, LowRank], second_time: dict[str, Stored]):
         super().__init__(folder)

@@ -185,11 +185,7 @@ def _loaded_tokenizer_problems(folder: Path) -> list[str]:
 
 
 def transformer_problems(folder: Path, config: TransformerConfig, held: Iterable[str] = ()) -> list[str]:
-    """List the tensors in `folder` that are not those of a transformer, from the files' headers.
-
-    Args:
-        held: names of those that other files have.
-    """
+    """List the tensors in `folder` that are not a transformer's; those of the names `held` are elsewhere."""
     shapes = {name: shape for name, shape in config.shapes.items() if name not in held}
     return weight_problems(folder, shapes, [*(config.kind._keys_to_ignore_on_load_unexpected or ()), *held])
 

@@ -52,11 +52,7 @@ def add_second_time(model: WanTransformer3DModel, gate: float) -> None:
 
 @torch.no_grad()
 def begin_second_time(model: WanTransformer3DModel, reader: WeightReader | None = None) -> None:
-    """Let a second embedder whose weights are on the meta device begin as that of the first time.
-
-    Args:
-        reader: of the weights of one embedder, or of both; then all are read.
-    """
+    """Let a second embedder begin as in `reader`, as the first there, or, on the meta device, as here."""
     for name, second in [(n, p) for n, p in model.named_parameters() if SECOND_TIME in n]:
         first = name.replace(SECOND_TIME, "time_embedder")
         if reader:

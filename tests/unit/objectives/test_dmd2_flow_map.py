@@ -11,7 +11,6 @@ from torch import Tensor
 from wandistiller.batch import STUDENT, Prediction, State
 from wandistiller.flow import FLOW_MAP, NUMBERS
 from wandistiller.network.sampling import few_steps
-from wandistiller.objectives.base import RunFacts
 from wandistiller.objectives.dmd2 import CRITIC, Dmd2
 from wandistiller.objectives.objective import read_objective
 from wandistiller.objectives.rollout import Rollout, drawn
@@ -122,6 +121,8 @@ def test_beside_stage_a_s_loss_all_is_learned_in_one_pass_and_planned() -> None:
         assert [rounds.learned[STUDENT] for rounds in script.rounds].count(2) == 1
         assert script.rolled_out <= 1
         assert sum(rounds.asked[STUDENT] for rounds in script.before + script.rounds) <= 3
-    facts = RunFacts(layers=2, teacher_layers=2, teaches_flow_map=True)
-    (problem,) = TERM.combined_problems("objective", facts)
-    assert "is a flow map already" in problem
+
+
+def test_its_critic_has_one_update_a_step_where_others_have_five() -> None:
+    assert Dmd2(sampler=FLOW_MAP) == TERM and str(TERM) == "dmd2(sampler=flow_map, critic_updates=1)"
+    assert Dmd2() == Dmd2(critic_updates=5) and str(Dmd2(critic_updates=5)) == "dmd2"

@@ -163,15 +163,16 @@ def test_ends_are_keyed_by_seed_step_and_sample_whatever_rank_has_it() -> None:
 
 
 def test_what_diffusers_cannot_draw_with_is_refused_before_hours_are_lost() -> None:
-    term, usual = FlowMap(), {"layers": 2, "teacher_layers": 2}
-    assert term.combined_problems("objective", RunFacts(**usual)) == []
+    dmd2 = {"name": "dmd2", "sampler": "flow_map", "critic_updates": 1}
+    objective, usual = read_objective(["flow_map", dmd2]), {"layers": 2, "teacher_layers": 2}
+    assert objective.combined_problems(RunFacts(**usual)) == []
     texts = {
         "has_two_experts": "must lead from noise to data",
         "teaches_flow_map": "is a flow map already",
         "joins_frames": "AnyFlowPipeline",
     }
     for fact, text in texts.items():
-        (problem,) = term.combined_problems("objective", RunFacts(**usual, **{fact: True}))
+        problem = objective.combined_problems(RunFacts(**usual, **{fact: True}))[-1]
         assert text in problem
 
 
