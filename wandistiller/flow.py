@@ -177,7 +177,7 @@ class FlowSchedule:
             return self.few, exits[int(u * len(exits))]
         number = NUMBERS[int(self.uniform("number", update) * len(NUMBERS))]
         call, levels = int(u * number), [*self.steps(number), 0.0]
-        sigmas = dict.fromkeys(level for level in (1.0, *levels[call : call + 2]) if level)
+        sigmas = [1.0] * (call > 0) + [level for level in levels[call : call + 2] if level]
         return self.few._replace(sigmas=tuple(sigmas)), min(call, 1)
 
     def segments(self, expert: Expert, sigma_S: list[float]) -> list[int]:

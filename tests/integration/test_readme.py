@@ -97,6 +97,12 @@ def recipe_of(row: list[str]) -> str:
     return row[-1].strip("`")
 
 
+def in_stages(row: list[str]) -> str:
+    """The machine recipe that a row of the recipes in stages is about."""
+    name = row[0].strip("`")
+    return name if name.endswith("_step") else f"{name}_few_step"
+
+
 def in_hours(printed: str, before: str) -> list[float]:
     """Hours of the durations in a text that stand before what a regular expression matches."""
     found = re.findall(rf"([\d.]+) (h|min|s) {before}", printed)
@@ -105,7 +111,7 @@ def in_hours(printed: str, before: str) -> list[float]:
 
 def test_every_machine_recipe_has_a_row_in_a_table() -> None:
     recipes = {file.stem for file in (ROOT / "ds_configs" / "machines").glob("*.json")}
-    few = {f"{cells[0].strip('`')}_few_step" for cells in FEW_STEPS}
+    few = {*map(in_stages, FEW_STEPS)}
     adapters, images = ({cells[1].strip("`") for cells in rows} for rows in (ADAPTERS, FIRST_FRAMES))
     assert {*map(recipe_of, MACHINES)} | few | adapters | images | {*VIDEOS} == recipes
     assert images == {name for name in recipes if "_i2v_" in name}
@@ -198,7 +204,7 @@ def test_a_row_of_the_recipes_in_stages_is_what_plan_prints(
     numbers = re.findall(r"[\d.]+", " ".join([row[1].partition(",")[0], *row[2:]]))
     student, device, host, of_host, disk, prepare, *hours = numbers
     count, each = row[0].strip("`").partition("_")[0].split("x")
-    recipe = f"ds_configs/machines/{row[0].strip('`')}_few_step.json"
+    recipe = f"ds_configs/machines/{in_stages(row)}.json"
     printed = planned(recipe, machine_of(count, each, of_host), capsys)
     fits = [float(gib) for gib in re.findall(r"^fits: ([\d.]+) of", printed, re.MULTILINE)]
     gpu, cpu, on_disk = (max(fits[kind::3]) for kind in (0, 1, 2))

@@ -44,6 +44,8 @@ CPU_MEMORY = {
     "8x80_wan2.2_a14b": 1000,
     "1x24_wan2.1_1.3b_few_step": 64,
     "1x24_wan2.1_14b_few_step": 128,
+    "1x24_wan2.1_14b_any_step_lora": 64,
+    "8x80_wan2.1_1.3b_any_step": 1000,
     "1x24_wan2.2_a14b_few_step": 192,
     "8x80_wan2.1_1.3b_few_step": 1000,
     "8x80_wan2.1_14b_few_step": 1000,
