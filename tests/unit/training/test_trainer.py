@@ -22,7 +22,6 @@ from wandistiller.teacher.build import build_teacher
 from wandistiller.teacher.teacher_json import read_placement
 from wandistiller.training.step_result import StepResult
 from wandistiller.training.trainer import Trainer
-from wandistiller.training.update import Update
 from wandistiller.utils.logging import current
 from wandistiller.wan import pipeline
 
@@ -123,14 +122,14 @@ def test_a_run_that_is_stopped_or_killed_in_the_critic_s_head_start_goes_on_in_i
     given = recipe(tmp_path, wan1, output_dir=str(tmp_path / "run"), save_minutes=1e-6, **more)
     one, update, numbers = trainer_of(given), Trainer.update, []
 
-    def asked(trainer: Trainer, of: Update, number: int, step: int) -> StepResult:
+    def asked(trainer: Trainer, number: int, step: int) -> StepResult:
         numbers.append(number)
         if len(numbers) == 2:
             trainer.checkpointer.finish()
             if how == "killed":
                 raise KeyboardInterrupt
             stopping.request_stop("SIGTERM")
-        return update(trainer, of, number, step)
+        return update(trainer, number, step)
 
     monkeypatch.setattr(Trainer, "update", asked)
     with pytest.raises(KeyboardInterrupt if how == "killed" else Stopped):
