@@ -1,7 +1,7 @@
 """A teacher of one velocity everywhere, a batch for it, and scripts that are played with given networks."""
 
-from collections.abc import Callable, Generator
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from wandistiller.objectives.objective import Objective
 from wandistiller.objectives.script import TEACHER, Ask, Learn, Loss, Losses, Play, Question, Script, Slope
 from wandistiller.teacher.base import Teacher
 
-T = TypeVar("T")
 X0, NOISE = torch.zeros(2, 1, 1, 2, 2), torch.full((2, 1, 1, 2, 2), 2.0)
 BATCH = Batch(
     x0_BCFHW=X0,
@@ -54,20 +53,15 @@ def answered(
             return learned(question.state)
         return slope(question) if isinstance(question, Slope) else networks[question.role](question)
 
+    return played(script, answer)
+
+
+def played(script: Script, answer: Callable[[Question], Prediction | Tensor]) -> Any:
+    """Play a script to its end; return its value."""
     play = Play(script)
     while play.questions:
         play.answer([*map(answer, play.questions)])
     return play.result
-
-
-def played(script: Generator[Ask, Prediction, T], answer: Callable[[Ask], Prediction]) -> T:
-    """Play a generator that asks one question at a time to its end; return its value."""
-    try:
-        asked = next(script)
-        while True:
-            asked = script.send(answer(asked))
-    except StopIteration as end:
-        return end.value
 
 
 def losses(
