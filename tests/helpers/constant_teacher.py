@@ -1,6 +1,7 @@
 """A teacher of one velocity everywhere, a batch for it, and scripts that are played with given networks."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +53,11 @@ def answered(
             return learned(question.state)
         return slope(question) if isinstance(question, Slope) else networks[question.role](question)
 
+    return played(script, answer)
+
+
+def played(script: Script, answer: Callable[[Question], Prediction | Tensor]) -> Any:
+    """Play a script to its end; return its value."""
     play = Play(script)
     while play.questions:
         play.answer([*map(answer, play.questions)])

@@ -112,7 +112,7 @@ def test_all_damaged_are_named_with_every_reason_and_the_command_ends_with_2(
     assert "step_00000002: transformer/rank_00000.safetensors is not as it was written" in error
     assert "step_00000004: it has no manifest.json" in error
     assert re.search(r"step_00000006: .* bytes of \d+", error)
-    assert "`--resume never` starts anew and keeps them" in error and "Traceback" not in error
+    assert "`--resume never` begins from step 0 and keeps them" in error and "Traceback" not in error
 
 
 def test_a_run_goes_on_from_the_one_before_sets_the_damaged_aside_mends_its_metrics_and_ends_equal(

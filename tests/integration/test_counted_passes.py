@@ -88,8 +88,8 @@ def test_a_step_of_dmd2_makes_the_planned_passes_for_each_of_its_samples(
     given = {"objective": DMD2, "guidance_scale": 4.0, "output_dir": str(tmp_path / "run")} | RUNS[run]
     trainer = trainer_of(recipe(tmp_path, wan1, **given))
     job, counted = trainer.job, watch(trainer)
-    updates = len(trainer.updates)
-    drawn = [next(iter(trainer.samples._draw(u, m).values())).exit for u in range(updates) for m in range(4)]
+    updates = len(job.objective.updates)
+    drawn = [next(iter(trainer.updates.draw(u, m).values())).exit for u in range(updates) for m in range(4)]
     trainer.train_step(0)
     planned = passes(job)
     own = planned["student"]

@@ -124,7 +124,7 @@ def test_samples_of_an_update_that_is_not_finite_do_not_go_on(
     for is_finite, first in firsts.items():
         for step in (first, first + 1):
             assert math.isfinite(trainer.train_step(step).loss) == is_finite
-            assert bool(trainer.samples.carried()) == (is_finite and step == first)
+            assert bool(trainer.updates.carried.stored()) == (is_finite and step == first)
     reports = [json.loads(file.read_text()) for file in (tmp_path / "run" / "nonfinite").glob("step_*.json")]
     bad = [{s["prompt"] for s in report["samples"] if "text" in s["not_finite"]} for report in reports]
     assert bad == [{BAD}, {BAD}] and firsts.keys() == {True, False}

@@ -190,7 +190,7 @@ def test_the_base_comes_to_the_device_as_often_as_planned(
     fetch = buffers.fetch
     monkeypatch.setattr(buffers, "fetch", lambda *args: (fetched.append(args), fetch(*args)))
     trainer.train_step(0)
-    planned, updates = sum(base_sweeps(trainer.job).values()), len(trainer.updates)
+    planned, updates = sum(base_sweeps(trainer.job).values()), len(trainer.job.objective.updates)
     sweeps = len(fetched) / trainer.job.folder.config.num_layers
     assert 0.5 * planned <= sweeps <= planned
     most = {"carried": 3, "sum": 4 + 1 / 3}  # of a sum one more a step, for its target
@@ -231,11 +231,10 @@ def test_the_samples_of_a_step_s_updates_are_held_and_no_more(
     more = {"objective": DMD2, "deepspeed_config": engine}
     more |= {"teacher_deepspeed_config": PLACEMENTS["streamed"], "output_dir": str(folder / "held")}
     trainer, held = trainer_of(recipe(folder, wan2, **LORA | more)), []
-    samples, make = trainer.samples, trainer.samples._make
-    monkeypatch.setattr(samples, "_make", lambda *at: (make(*at), held.append((at[0], len(samples._made)))))
-    for step in range(2):
-        trainer.train_step(step)
-    assert held == [(0, 3), (3, 3)] and not samples._made
+    updates, play = trainer.updates, trainer.updates._play
+    monkeypatch.setattr(updates, "_play", lambda *at: (play(*at), held.append(len(updates._sampled)))[0])
+    trainer.train_step(0)
+    assert held == [2, 1, 0]  # beside the one that is played
 
 
 def sources(trainer: Any) -> list[Any]:

@@ -16,7 +16,7 @@ CHANGEABLE = """
     teacher_dtype vae text_encoder image_encoder
 """.split()
 """Keys of a run's identity that may differ at resume; all others fix the shapes of its weights."""
-NONE_GOOD = "{}: none of its checkpoints can be used. `--resume never` starts anew and keeps them."
+NONE_GOOD = "{}: no checkpoint of it can be used. `--resume never` begins from step 0 and keeps them."
 
 
 def candidates(output: Path, resume: str) -> list[Path]:
@@ -99,7 +99,7 @@ def changed_keys(folder: Path, recorded: dict[str, Any], allowed: list[str]) -> 
     differ = {k for k in identity | saved if saved.get(k) != identity.get(k)}
     if not (wrong := sorted(differ - set(allowed))):
         return differ
-    remedy = "Give another --output_dir, --resume never to start anew"
+    remedy = "Give another --output_dir, --resume never to begin from step 0"
     if differ <= {*CHANGEABLE}:  # the flag that allows all of them
         remedy += f", or --allow_changed {' '.join(sorted(differ))} to go on all the same"
     both = state | {"identity": saved}, recorded | {"identity": identity}

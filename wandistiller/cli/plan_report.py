@@ -138,7 +138,8 @@ def _step(job: Job, times: Times) -> list[str]:
         updates = len(job.objective.updates)
         each = ", ".join(f"{number:.3g} for {purpose}" for purpose, number in sweeps.items())
         mean = sum(sweeps.values()) / updates
-        lines.append(f"passes over the shared weights: {mean:.2g} an update; in a step of {updates}, {each}")
+        text = f"the shared weights arrive {mean:.2g} times in each update; in a step of {updates} update(s)"
+        lines.append(f"{text}: {each}")
     return lines
 
 
@@ -173,7 +174,7 @@ def _fit(job: Job, needed: list[Demand], files: DiskUse) -> list[str]:
         hint = f". --keep_checkpoints 1 takes {fewer / GIB:.1f} GiB less"
         hint = hint if fewer > 0 and "disk" in short[-1].where else ""
         lines = [
-            f"does NOT fit: it needs {d}, {d.over / GIB:.1f} GiB more than {d.supply} leave" for d in short
+            f"does NOT fit: it needs {d}, {d.over / GIB:.1f} GiB more than fits in {d.supply}" for d in short
         ]
         return [*lines[:-1], lines[-1] + hint]
     if not job.teacher.memory_known:

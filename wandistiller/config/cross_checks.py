@@ -112,7 +112,7 @@ def _level_problems(job: Job) -> list[Problem]:
 def _follow_problems(job: Job) -> list[str]:
     """List settings with which the critic's weights do not lie as the student's, which it follows."""
     moves = "`critic_follows` moves each rank's part of the critic's weights to the student's, but {}, which "
-    moves += "the critic has not. Leave one of them out."
+    moves += "the critic does not have. Leave one of them out."
     projects = job.objective.student_blocks and job.student_transformer.width != job.folder.config.width
     problems = [moves.format("`feature` gives the student projections")] if projects else []
     if job.run.learning_rates:
@@ -133,10 +133,9 @@ def _path_problems(job: Job) -> list[str]:
     schedule = FlowSchedule(run.shift, folder.boundary, run.seed)
     sigmas = path_sigmas(folder, run.shift, run.rollout_steps)
     if any(not schedule.segments(expert, sigmas) for expert in folder.configs):
-        problems.append(
-            f"`rollout_steps` is {run.rollout_steps}: no step of the teacher's path begins below its "
-            f"boundary {folder.boundary}, so {on_path} cannot train there. Write a larger number."
-        )
+        text = f"`rollout_steps` is {run.rollout_steps}: no step of the teacher's path begins below its "
+        text += f"boundary {folder.boundary}, so {on_path} cannot train there. Write a larger number."
+        problems.append(Problem(text, RECIPE, "rollout_steps"))
     return problems
 
 
@@ -162,15 +161,14 @@ def _media_problems(job: Job) -> list[str]:
     """List media that do not fit the run's frames or this machine, and buckets not fit for the teacher."""
     run, items, problems = job.run, job.items, []
     if run.strict and (unknown := items.unknown):
-        problems.append(
-            f"`strict` is true, and {len(unknown)} file(s) with a prompt beside them have an ending that is "
-            f"not known: {', '.join(map(str, unknown[:3]))}. Convert them, or take them out."
-        )
+        text = f"`strict` is true, and {len(unknown)} file(s) with a prompt have an unknown ending: "
+        text += f"{', '.join(map(str, unknown[:3]))}. Convert them, or take them out."
+        problems.append(Problem(text, RECIPE, "strict"))
     if job.folder.config.takes_image:
         problems += _given_frame_problems(job)
     if run.num_frames > 1 and (still := items.first(MediaType.IMAGE)):
         text = f"`num_frames` is {run.num_frames}, but {still.media} is an image. Write 1, or give videos."
-        problems.append(text)
+        problems.append(Problem(text, RECIPE, "num_frames"))
     if video := items.first(MediaType.VIDEO):
         problems += filter(None, [video_problem(video.media)])
     for size in run.buckets if isinstance(run.buckets, list) else []:
@@ -199,9 +197,11 @@ def _written_problems(job: Job) -> list[str]:
     inputs = {"data_path": run.data_path, "teacher_path": job.folder.path}
     for key in FOLDERS:
         if folder := getattr(run, key):
-            problems += folder_problems(key, folder) or inside_problems(key, folder, inputs)
+            texts = folder_problems(key, folder) or inside_problems(key, folder, inputs)
+            problems += [Problem(text, RECIPE, key) for text in texts]
     names = ["student", "checkpoints", *["cache"] * (not run.cache_dir), *["samples"] * (not run.sample_dir)]
-    return problems or [p for name in names for p in inside_problems("output_dir", out / name, inputs)]
+    texts = [p for name in names for p in inside_problems("output_dir", out / name, inputs)]
+    return problems or [Problem(text, RECIPE, "output_dir") for text in texts]
 
 
 def _nvme_problems(job: Job, world: int) -> list[str]:

@@ -66,7 +66,7 @@ def identity(job: Job) -> dict[str, Any]:
 
 
 def inputs(job: Job) -> dict[str, Any]:
-    """Return what a resumed run must share too, and checkpoints of before the first release have not."""
+    """Return what a resumed run must share too, which checkpoints of before the first release do not have."""
     folder = job.folder
     known = {"teacher_dtype": job.teacher.engine.precision}
     # those of a hub id may not be here yet, but its commit is the teacher's
@@ -161,7 +161,7 @@ def settings_as_run(job: Job) -> dict[str, Any]:
     return {k: v for k, v in settings.items() if v is not None and k not in ONLY_FLAGS}
 
 
-def write_resolved(job: Job) -> None:
+def write_settings(job: Job) -> None:
     """Write the settings as they run to OUTPUT/resolved; each file can be passed back in."""
     folder, recipe = job.output / "resolved", settings_as_run(job)
     for key, name in JSON_FILES.items():
@@ -180,7 +180,7 @@ def resumed(job: Job) -> Job:
 
 
 def _network_problems(job: Job) -> list[str]:
-    """List trained networks that the checkpoint has not, or has in another shape."""
+    """List trained networks that are not in the checkpoint, or of another shape there."""
     networks = {network_name(row.role, row.expert): row.config for row in job.networks.rows if row.learns}
     problems = []
     for name, config in networks.items():

@@ -139,7 +139,7 @@ def whole_output(stages: list[Job]) -> Path:
 def write_resolved(stages: list[Job]) -> None:
     """Write a recipe's settings as they run to OUTPUT/resolved; of stages also OUTPUT/N_NAME/resolved."""
     for job in stages:
-        identity.write_resolved(job)
+        identity.write_settings(job)
     if stages[0].stage:
         output, pictures = whole_output(stages), stages[0].run.sample_dir
         folders = {"output_dir": str(output)}

@@ -72,8 +72,8 @@ def _after_schedule(job: Job) -> list[str]:
     """Warn of steps after the end of a schedule, in which WarmupDecayLR's rate is 0."""
     steps = job.run.max_steps
     length = job.student_engine.section("scheduler.params").get("total_num_steps", steps)
-    text = f"warning   the schedule ends at step {length} (`total_num_steps`) of {steps}, and its last rate, "
-    text += 'which may be 0, is that of the others. Write a larger one, or "auto"'
+    text = f"warning   the schedule ends at step {length} (`total_num_steps`) of {steps}; the later "
+    text += 'steps have its last rate, which may be 0. Write a larger number, or "auto"'
     return [text] * (length < steps)
 
 
@@ -92,7 +92,7 @@ def _networks(job: Job) -> list[str]:
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     why = networks.copies_because
     if job.run.lora and not networks.bases:
-        why = "the student is another network than the teacher"
+        why = "the student and the teacher are different networks"
     lines += [f"copies of the weights for each role, as {why}"] if why else []
     return [f"{'networks' * (number == 0):<9} {line}" for number, line in enumerate(lines)]
 

@@ -32,7 +32,7 @@ class TensorCache:
 
     The folder is on a disk that all nodes share, or each node has a complete copy.
 
-    A file that cannot be opened is ignored and its tensors are made anew. Bytes that are read are compared
+    A file that cannot be opened is ignored and its tensors are made again. Bytes that are read are compared
     with the checksum in the header.
     """
 
@@ -86,7 +86,7 @@ class TensorCache:
         if lost := self.missing_keys(keys):
             raise StorageError(
                 f"{self._folder}: {len(lost)} of {len(keys)} entries are gone since they were written, or "
-                "cannot be read. Start again; they are made anew."
+                "cannot be read. Start again; they are made again."
             )
 
     def _scan(self, requested: dict[str, None]) -> dict[str, Path]:
@@ -96,7 +96,7 @@ class TensorCache:
                 with safe_open(file, "pt") as opened:
                     place |= {k: file for name in opened.keys() if (k := name.partition(".")[0]) in requested}
             except BROKEN as error:
-                text = "cache     %s is damaged and ignored; its tensors are made anew: %s"
+                text = "cache     %s is damaged and ignored; its tensors are made again: %s"
                 collectives.log0(text, file, error)
         return place
 
@@ -129,7 +129,7 @@ class TensorCache:
         except BROKEN as error:
             raise StorageError(
                 f"{file}: damaged or removed while in use: {error}. Remove it if it is there and start "
-                "again; its tensors are made anew."
+                "again; its tensors are made again."
             ) from None
         return list(tensors.values())
 
@@ -228,7 +228,7 @@ class MediaCache(TensorCache):
         try:
             return read_json(self._unusable) if self._unusable.is_file() else {}
         except ConfigError as error:
-            collectives.log0("cache     damaged and made anew: %s", error)
+            collectives.log0("cache     damaged and made again: %s", error)
             return {}
 
     def _encode(

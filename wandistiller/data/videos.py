@@ -132,7 +132,7 @@ def _in_srgb(frame: "VideoFrame") -> str:
     """Return options of FFmpeg's filter scale by which a video's colours become those of sRGB.
 
     White at 203 cd/m2 (PQ) or three quarters of the signal (HLG) becomes white (ITU-R BT.2408); what is
-    brighter is clipped, and colours that sRGB has not are moved to the nearest that it has.
+    brighter is clipped, and colours outside sRGB are moved to the nearest in it.
     """
     is_hd = frame.height >= HD_HEIGHT or frame.width >= HD_WIDTH
     matrix = ":in_color_matrix=bt709" if frame.colorspace == UNSPECIFIED and is_hd else ""

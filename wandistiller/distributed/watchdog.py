@@ -199,7 +199,7 @@ class Watchdog:
         behind = min(self._beats, key=lambda r: self._beats[r]["progress"])
         where = "; ".join(f"rank {r}: {b['activity']}" for r, b in sorted(self._beats.items())[:8])
         text = (
-            f"Nothing has moved for {self.timeout:.0f} s; rank {behind} is the least far. {where}. "
+            f"Nothing has moved for {self.timeout:.0f} s; rank {behind} is furthest behind. {where}. "
             "`timeout` in the recipe is what the longest step may take."
         )
         return self._publish(FailureNotice(behind, FAULT, text))

@@ -21,7 +21,7 @@ from wandistiller.evaluation.metrics import (
 )
 from wandistiller.flow import band_name
 from wandistiller.monitoring.charts import render
-from wandistiller.monitoring.headline import Estimated, Evaluated, Figures, VelocityError
+from wandistiller.monitoring.headline import Estimated, Evaluated, Figures, VelocityErrors
 from wandistiller.monitoring.health_checks import LEAST_SPREAD, MOST_SPREAD, SLOW, nearer_to_1
 from wandistiller.teacher.teacher_json import quantized_facts
 from wandistiller.utils.files import atomic, write_json
@@ -133,7 +133,7 @@ def _rows_by_steps(
     }
 
 
-def _velocity_errors(settings: Evaluation, squares_NS2: Tensor) -> VelocityError:
+def _velocity_errors(settings: Evaluation, squares_NS2: Tensor) -> VelocityErrors:
     cut = bands(settings.teacher.boundary, settings.student.boundary)
 
     def over(which: Callable[[Band], bool]) -> Estimated:

@@ -24,7 +24,7 @@ Figures = dict[str, Estimated]
 """Score or time -> its estimate."""
 
 
-class VelocityError(TypedDict):
+class VelocityErrors(TypedDict):
     """Squared error of the student's velocities over the squared velocities of its teacher."""
 
     bands: Figures
@@ -50,7 +50,7 @@ class Evaluated(TypedDict, total=False):
     student: dict[str, int | Estimated | dict[str, float]]
     ratio: Figures
     """Student over teacher, paired by prompt or batch."""
-    relative_velocity_error: VelocityError
+    relative_velocity_error: VelocityErrors
     teacher_weights: str
     """Format of a quantised teacher."""
     frechet: dict[str, dict[str, int | Estimated]]

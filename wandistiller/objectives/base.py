@@ -25,7 +25,7 @@ class Aim(NamedTuple):
     destination: str | None = None
     """The place, in words, to which the loss leads the velocity; None: any may be added to it.
 
-    Losses that lead elsewhere would be averaged by the network, and none of them be met."""
+    Of losses with other destinations the network would learn the mean, which leads to none of them."""
     steps: int | None = None
     """Sampling steps; None: as many as its teacher."""
     sampler: str = EULER

@@ -34,7 +34,7 @@ LAGS = (
     "follow: `critic_follows` 0.03."
 )
 GROWN = "The gradient that moves the samples has grown to {value:.2f} times its start."
-PARTED = "Critic and teacher have parted: the gap of their velocities is {value:.2f} times its start's."
+PARTED = "Critic and teacher move apart: the gap of their velocities is {value:.2f} times that at the start."
 LOWER, START = "Lower the student's `lr`, from an earlier checkpoint.", "at the start of the run"
 
 
@@ -137,7 +137,7 @@ class Dmd2(Term):
     critic_follows: Share = 0.0
     """Share of the way that the critic's weights go to the student's after each of the student's updates."""
     shared: bool = False
-    """The critic's last update is made with the student's, by the pass that judges the student's samples."""
+    """The critic's last update is made with the student's: its pass at the student's samples learns too."""
     carried: bool = False
     """The student's samples go on from one of its updates to the next, a call in each, and begin anew at the
     end; the critic's own updates sample from noise."""

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from wandistiller.batch import STUDENT, Prediction, State
+from wandistiller.batch import STUDENT, State
 from wandistiller.data.cached_dataset import MicroBatches
 from wandistiller.experts import Expert
 from wandistiller.flow import FLOW_MAP, FlowSchedule
 from wandistiller.objectives.base import TO_DATA, Role, RunFacts, Term
 from wandistiller.objectives.flow_map import unfit
-from wandistiller.objectives.script import Ask, Loss, Losses, Question, joined
+from wandistiller.objectives.script import Loss, Losses, Question, joined
 from wandistiller.utils.errors import RECIPE, ConfigError, Problem, nearest, problem
 from wandistiller.utils.registry import classes_in
 from wandistiller.utils.validation import check, types_of
@@ -82,30 +82,21 @@ class Objective:
         """Return the update whose prompts the samples of a role's update have."""
         return min(term.begun(role, update, schedule) for term in self._terms(role))
 
-    def roll_out(
+    def script(
         self,
         role: str,
         states: dict[str, State],
         schedule: FlowSchedule,
         carried_BCFHW: Tensor | None = None,
-    ) -> Generator[Ask, Prediction, dict[str, State]]:
-        """Sample with the student from what `draw` drew, for all terms of the role.
+    ) -> Generator[Question | list[Question], Any, Losses]:
+        """Play a micro-step of a role's update, for all terms of the role; return a loss for all that learn.
 
         Args:
+            states: from `draw`, by kind.
             carried_BCFHW: states to go on from, which the loss of the role's last update had.
         """
         for term in self._terms(role):
             states = yield from term.roll_out(role, states, schedule, carried_BCFHW)
-        return states
-
-    def script(
-        self, role: str, states: dict[str, State], schedule: FlowSchedule
-    ) -> Generator[list[Question], list[Any], Losses]:
-        """Play a micro-step of a role's update, for all terms of the role; return a loss for all that learn.
-
-        Args:
-            states: from `roll_out`, by kind.
-        """
         terms = sorted(self._terms(role), key=_noised_first)
         results = yield from joined([term.script(role, states, schedule) for term in terms])
         by_name, losses = dict(zip([term.name for term in terms], results, strict=True)), {}
@@ -207,7 +198,7 @@ def read_objective(value: str | dict[str, Any] | list[str | dict[str, Any]]) -> 
         )
         texts.append(f"sums {listed}. {remedy}")
     elif TO_DATA in destinations.values() and not steps:
-        text = f"leads {TO_DATA}, and in how many steps the student then samples is not said"
+        text = f"leads {TO_DATA}, and does not say in how many steps the student then samples"
         texts.append(f"{text}. Write `edges` or `steps` of consistency, such as 4.")
     if len(set(steps.values())) > 1:
         listed = " and ".join(f"{name} for {n}" for name, n in steps.items())

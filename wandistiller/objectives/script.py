@@ -7,14 +7,13 @@ that the update is for, or the losses of all that learn in it. It draws nothing 
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from wandistiller.batch import STUDENT, Prediction, State
 
-T = TypeVar("T")
 TEACHER = "teacher"
 """Role of the network that does not learn."""
 
@@ -109,16 +108,6 @@ class Play:
             return
         self._is_list = isinstance(asked, list)
         self.questions = asked if self._is_list else [asked]
-
-
-def played(script: Generator[Ask, Prediction, T], answer: Callable[[Ask], Prediction]) -> T:
-    """Play a generator that asks one question at a time to its end; return its value."""
-    try:
-        asked = next(script)
-        while True:
-            asked = script.send(answer(asked))
-    except StopIteration as end:
-        return end.value
 
 
 def joined(scripts: Sequence[Script]) -> Generator[list[Question], list[Any], list[Loss | Losses]]:

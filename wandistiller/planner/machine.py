@@ -162,7 +162,7 @@ class Demand(NamedTuple):
 
     @property
     def supply(self) -> str:
-        return f"{amount(self.free)} {self.where} ({amount(self.reserve)} of them kept in reserve)"
+        return f"{amount(self.free)} {self.where} ({amount(self.reserve)} of it kept in reserve)"
 
 
 def demands(taken: list[Bytes], machine: Machine) -> list[Demand]:

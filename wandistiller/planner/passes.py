@@ -16,7 +16,7 @@ from wandistiller.data.cached_dataset import MicroBatches
 from wandistiller.engine.batch_size import BatchSize
 from wandistiller.flow import FlowSchedule
 from wandistiller.objectives.objective import Objective
-from wandistiller.objectives.script import TEACHER, Ask, Learn, Play, Slope, played
+from wandistiller.objectives.script import TEACHER, Ask, Learn, Play, Slope
 
 MOST_EXITS = 16
 """Calls of a few-step student that learn, of those that are counted, evenly chosen."""
@@ -33,6 +33,10 @@ class Round(NamedTuple):
     """Gradients in a network's input."""
     learned: Counter[str]
     """States at which a network learns."""
+
+
+OF_SAMPLING = Round(Counter([STUDENT]), Counter(), Counter())
+"""A call of the student by which it samples, at the beginning of a script."""
 
 
 class ScriptPasses(NamedTuple):
@@ -188,12 +192,8 @@ def _play(
 ) -> tuple[ScriptPasses, Tensor | None]:
     """Return the passes of an update, and the states from which samples go on in the next."""
     source = MicroBatches(_Zeros(), schedule, BatchSize(1, 1, 1), (1, 1, 1, 2))
-    rolled_out: list[Ask] = []
-    drawn = objective.draw(role, source, update, 0)
-    script = objective.roll_out(role, drawn, schedule, carried_BCFHW)
-    states = played(script, lambda ask: rolled_out.append(ask) or _zero(ask))
-    rounds, guided = [], 0.0
-    play = Play(objective.script(role, states, schedule))
+    drawn, rounds, guided = objective.draw(role, source, update, 0), [], 0.0
+    play = Play(objective.script(role, drawn, schedule, carried_BCFHW))
     while play.questions:
         asked = play.questions
         kinds = (Counter(q.role for q in asked if isinstance(q, kind)) for kind in (Ask, Slope, Learn))
@@ -201,7 +201,8 @@ def _play(
         guided += sum(q.guided for q in asked if isinstance(q, Ask) and q.role == TEACHER)
         play.answer([*map(_zero, asked)])
     first = next(number for number, each in enumerate(rounds) if each.learned)
-    made = ScriptPasses(len(rolled_out), rounds[:first], rounds[first:], guided)
+    sampled = next(number for number, each in enumerate(rounds) if each != OF_SAMPLING)
+    made = ScriptPasses(sampled, rounds[sampled:first], rounds[first:], guided)
     return made, play.result[role].carried_BCFHW
 
 

@@ -94,7 +94,7 @@ class Choice(NamedTuple):
     def lines(self, machine: Machine) -> list[str]:
         needed = self.demands(machine)
         free = " and ".join(d.supply for d in needed)
-        why = f"takes {' and '.join(map(str, needed))} at most; free are {free}"
+        why = f"takes {' and '.join(map(str, needed))} at most; available: {free}"
         return [f"chosen    {self}", f"          {why}"]
 
     @property
@@ -355,4 +355,4 @@ def chosen(job: Job, machine: Machine, here: bool = False) -> Choice:
     near = sorted(smallest, key=lambda choice: choice.tightest(machine).over)[:NEAREST]
     needs = "; ".join(f"{choice} would need {choice.tightest(machine)}" for choice in near)
     free = ", ".join(d.supply for d in near[0].demands(machine))
-    raise ConfigError(f"Nothing that could be chosen fits. Free are {free}. Nearest come: {needs}. {HELPS}.")
+    raise ConfigError(f"No JSONs of ds_configs/ fit. Available: {free}. The nearest: {needs}. {HELPS}.")

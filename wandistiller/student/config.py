@@ -135,7 +135,7 @@ def _shape_problems(
         old, new = teacher.attention_head_dim, config.attention_head_dim
         if not (problems or fits_rope(old, new)):
             fitting = [n for n in range(2, old + 1, 2) if fits_rope(old, n)]
-            text = "Rope's split of it among time, height and width is no part of the teacher's."
+            text = "Rope divides it among time, height and width in parts that the teacher's does not have."
             problems.append(problem(where, "attention_head_dim", new, f"{text} Write one of {fitting}."))
     return problems
 

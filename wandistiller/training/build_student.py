@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from wandistiller.batch import STUDENT, Batch
 from wandistiller.checkpoint import checkpointer, loading
 from wandistiller.config.adapter_files import start_changes, start_reader
-from wandistiller.config.identity import write_resolved
+from wandistiller.config.identity import write_settings
 from wandistiller.config.job import Job
 from wandistiller.config.networks import CHECKPOINT, COPY, RUN, SHARED, NetworkPlan, copied_experts
 from wandistiller.data.cached_dataset import CachedData
@@ -209,7 +209,7 @@ def plan_pruning(job: Job, data: CachedData, teacher: Teacher) -> tuple[Job, dic
     if job.student.keep_layers == IMPORTANCE:
         job = job.with_layers(_important(job, teacher, batches, data.measured))
         if collectives.rank() == 0:
-            write_resolved(job)
+            write_settings(job)
     cuts = {}
     for expert in job.networks.student if job.is_cut else ():
         served = source_expert(job.student, job.folder, expert)

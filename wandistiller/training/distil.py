@@ -117,7 +117,7 @@ def _run_stage(job: Job) -> None:
         else:  # now: if it is stopped before it has begun, `auto` goes on from this one too
             resume.set_newer_aside(job.output, job.resume_from)
     if _is_complete(job):
-        collectives.log0("all %d steps are done; --resume never starts anew", job.run.max_steps)
+        collectives.log0("all %d steps are done; `--resume never` begins from step 0", job.run.max_steps)
     else:
         _distil(job)
 

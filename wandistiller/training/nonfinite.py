@@ -12,8 +12,8 @@ from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import MicroBatches
 from wandistiller.distributed import collectives
 from wandistiller.monitoring.metrics import finite_or_none
+from wandistiller.student.learner import Learner
 from wandistiller.training.step_result import MicroStepResult
-from wandistiller.training.update import Update
 from wandistiller.utils.errors import NonFinite
 from wandistiller.utils.files import write_json
 
@@ -105,15 +105,15 @@ def most_skipped(setting: str) -> int:
 class NonFiniteHandler:
     """Names the samples of a non-finite step, then stops the run or counts the step as skipped."""
 
-    def __init__(self, job: Job, batches: MicroBatches, save: Callable[..., Path]):
+    def __init__(
+        self, job: Job, batches: MicroBatches, learners: dict[str, Learner], save: Callable[..., Path]
+    ):
         """Take `save(done, begun=..., wait=...)`, the trainer's."""
-        self._job, self._batches, self._save = job, batches, save
+        self._job, self._batches, self._learners, self._save = job, batches, learners, save
         self.skipped = 0
         """Skipped steps of the whole run, saved in its checkpoints."""
 
-    def handle(
-        self, step: int, update: Update, number: int, micro_steps: list[dict[str, MicroStepResult]]
-    ) -> None:
+    def handle(self, step: int, number: int, micro_steps: list[dict[str, MicroStepResult]]) -> None:
         """Write a step, counted from 0, then stop or count it as skipped, by `on_nonfinite`. Collective.
 
         Args:
@@ -123,18 +123,20 @@ class NonFiniteHandler:
         Raises:
             NonFinite: on all ranks, after a checkpoint of the steps before, if it may not be skipped.
         """
-        run, output = self._job.run, self._job.output
+        run, output, objective = self._job.run, self._job.output, self._job.objective
         experts = {role: result.expert for role, result in micro_steps[-1].items()}
-        learned = any(update.learners[r].engine(e).was_step_applied() for r, e in experts.items())
+        learned = any(self._learners[r].engine(e).was_step_applied() for r, e in experts.items())
         for role, expert in experts.items():
-            update.learners[role].forget_skipped_step(expert)
-        reports = [r for micro, m in enumerate(micro_steps) for r in self._describe(update, number, micro, m)]
-        of_ranks = collectives.gather_objects(reports if update.student.ranks.place == 0 else [])
+            self._learners[role].forget_skipped_step(expert)
+        reports = [r for micro, m in enumerate(micro_steps) for r in self._describe(number, micro, m)]
+        is_first = self._learners[STUDENT].ranks.place == 0  # of those that share samples
+        of_ranks = collectives.gather_objects(reports if is_first else [])
         samples = sorted(report for of_rank in of_ranks for report in of_rank)
         stops = self.skipped >= most_skipped(run.on_nonfinite)
-        begun = learned or number > self._job.objective.first_update(step)
+        begun = learned or number > objective.first_update(step)
         checkpoint = self._save(step, begun=begun, wait=stops).resolve()
-        of_another = "" if update.role == STUDENT else f"{update.role}_{number}"
+        role = objective.role_of(number)
+        of_another = "" if role == STUDENT else f"{role}_{number}"
         dropped = NonFiniteStep(step + 1, str(checkpoint), samples, of_another)
         if collectives.rank() == 0:
             samples = [report._asdict() for report in dropped.samples]
@@ -145,15 +147,14 @@ class NonFiniteHandler:
         for line in dropped.messages(output):
             collectives.log0("skipped   %s", line)
 
-    def _describe(
-        self, update: Update, number: int, micro: int, results: dict[str, MicroStepResult]
-    ) -> list[SampleReport]:
+    def _describe(self, number: int, micro: int, results: dict[str, MicroStepResult]) -> list[SampleReport]:
         """Describe this rank's samples of a micro-step."""
-        batches = self._job.objective.draw(update.role, self._batches, number, micro)
-        begun = self._job.objective.begun(update.role, number, self._job.schedule)
+        objective, role = self._job.objective, self._job.objective.role_of(number)
+        batches = objective.draw(role, self._batches, number, micro)
+        begun = objective.begun(role, number, self._job.schedule)
         indices = self._batches.indices(begun, micro)
         first, loss_TB = next(iter(batches.values())), torch.cat([r.loss_TB for r in results.values()])
-        names = [name for role in results for name in self._job.objective.weights(role)]
+        names = [name for learned in results for name in objective.weights(learned)]
         bad = {
             "loss": ~loss_TB.isfinite().all(0),
             "text": torch.stack([nonfinite_B(t) for t in first.conditioning.tensors()]).any(0),

@@ -28,9 +28,8 @@ from wandistiller.teacher.base import Teacher
 from wandistiller.training.monitor import Monitor
 from wandistiller.training.nonfinite import NonFiniteHandler
 from wandistiller.training.pictures import PictureDrawer
-from wandistiller.training.rollouts import RollOuts
 from wandistiller.training.step_result import Over, StepResult, mean_of, reduce_over_ranks
-from wandistiller.training.update import Update
+from wandistiller.training.update import Updates
 from wandistiller.utils.logging import begin_step, set_activity
 
 GC_EVERY = 50
@@ -82,15 +81,12 @@ class Trainer:
         self.learners = learners
         latent = job.folder.latent_shape(job.run.height, job.run.width, job.run.num_frames)
         self.batches = MicroBatches(data, job.schedule, job.batch, latent, self.student.ranks)
-        of_roles = {role: Update(role, job, learners, teacher) for role in learners}
-        self.updates = [of_roles[role] for role in job.objective.updates]
-        """Those of a step, the student's last."""
-        self.samples = RollOuts(job, self.batches, self.student)
+        self.updates = Updates(job, self.batches, learners, teacher)
         self.monitor = Monitor(job, self.student.monitors)
         self.pictures = PictureDrawer(job, data, conditions, teacher, self.student)
         self._recorded = recorded(job)
         self.checkpointer = Checkpointer(job.output, job.run.keep_checkpoints)
-        self.nonfinite = NonFiniteHandler(job, self.batches, self.save)
+        self.nonfinite = NonFiniteHandler(job, self.batches, learners, self.save)
         self.saves = Interval(job.run.save_minutes, SAVING)
         self.draws = Interval(job.run.sample_minutes, DRAWING)
         self._seconds_of_compiling = 0.0
@@ -150,9 +146,9 @@ class Trainer:
             NonFinite: on all ranks, if a loss or gradient is not finite and such a step may not be skipped.
         """
         begin_step(step + 1)
-        first, of_roles = self.job.objective.first_update(step), {role: [] for role in self.learners}
-        for number, update in enumerate(self.updates, first):
-            for role, result in self.update(update, number, step).items():
+        first_update, of_roles = self.job.objective.first_update, {role: [] for role in self.learners}
+        for number in range(first_update(step), first_update(step + 1)):
+            for role, result in self.update(number, step).items():
                 of_roles[role].append(result)
         for name, role in self.job.objective.others.items():
             if role.follows:
@@ -160,13 +156,13 @@ class Trainer:
         (student,) = of_roles.pop(STUDENT)
         return replace(student, others={role: mean_of(results) for role, results in of_roles.items()})
 
-    def update(self, update: Update, number: int, step: int) -> dict[str, StepResult]:
+    def update(self, number: int, step: int) -> dict[str, StepResult]:
         """Make all micro-steps of one update, counted from 0 over the run, and so change the weights.
 
         Return a result for each network that learned, by role.
         """
-        following = None if self._draws(step + 1) else number + len(self.updates)
-        micro_steps = update.micro_steps(number, self.samples, following)
+        following = None if self._draws(step + 1) else number + len(self.job.objective.updates)
+        micro_steps = self.updates.micro_steps(number, following)
         self._seconds_of_compiling = log_compiled(self._seconds_of_compiling)
         set_activity(f"finishing step {step + 1}", of_step=True)
         over, objective = Over(self.saves.over(), self.draws.over()), self.job.objective
@@ -177,10 +173,10 @@ class Trainer:
         if any(
             not math.isfinite(r.loss) or self.learners[k].lost_update(r.expert) for k, r in results.items()
         ):
-            self.nonfinite.handle(step, update, number, micro_steps)
-            self.samples.carry([])  # one may not be finite
+            self.nonfinite.handle(step, number, micro_steps)
+            self.updates.carried.put([])  # one may not be finite
         elif STUDENT in results:
-            self.samples.carry([of_roles[STUDENT].carried_BCFHW for of_roles in micro_steps])
+            self.updates.carried.put([of_roles[STUDENT].carried_BCFHW for of_roles in micro_steps])
         for role, result in results.items():
             learner = self.learners[role]
             learner.advance_schedules(result.expert)  # they follow the run, not the expert's own updates
@@ -219,7 +215,7 @@ class Trainer:
             return next(iter(steps(self.job.output / "checkpoints")), self.job.output)
         state = {"skipped_steps": self.nonfinite.skipped}
         with self.saves.doing():
-            carried = self.samples.carried()
+            carried = self.updates.carried.stored()
             folder = self.checkpointer.save(self.learners, done, self._recorded | state, carried)
             if wait:
                 self.checkpointer.finish()
@@ -234,7 +230,7 @@ class Trainer:
         set_activity(f"loading {folder}")
         changed = changed_keys(folder, self._recorded, allowed)
         start = load(self.learners, folder, changed, self.job.objective.others)
-        self.samples.resume(folder, changed)
+        self.updates.carried.resume(folder, changed)
         self.nonfinite.skipped = read_state(folder).get("skipped_steps", 0)
         collectives.log0("resumed   %s: %d of %d steps are done", folder, start, self.job.run.max_steps)
         if collectives.rank() == 0:

@@ -193,7 +193,7 @@ def transformer_problems(folder: Path, config: TransformerConfig, held: Iterable
 def weight_problems(
     folder: Path, shapes: Mapping[str, Sequence[int]], ignored: list[str] | None, stem: str = DIFFUSERS_STEM
 ) -> list[str]:
-    """List the tensors in `folder` that have not these names and shapes, from the files' headers."""
+    """List the tensors in `folder` without these names and shapes, from the files' headers."""
     try:
         reader = WeightReader(folder, stem)
     except ConfigError as error:

@@ -269,6 +269,6 @@ def flow_problem(config: dict[str, Any]) -> tuple[str, str] | None:
     first, last = (getattr(scheduler, "sigmas", [0.0, 0.0])[i] for i in (0, -1))
     if not (0.9 < first < 1 + ROUNDING and 0 <= last < 0.05 and shift_key(config)):
         remedy = f'UniPCMultistepScheduler, "use_flow_sigmas": true and "prediction_type": "{FLOW}".'
-        text = "It has not the noise levels of a flow, from 1 to 0, with a shift. Write"
+        text = "It does not have the noise levels of a flow: from 1 to 0, with a shift. Write"
         return "_class_name", f"{text} {remedy}"
     return None

@@ -10,7 +10,7 @@ from ranks import write_json
 from reading import read_run
 
 from wandistiller.cli.main import main
-from wandistiller.config.identity import identity, write_resolved
+from wandistiller.config.identity import identity, write_settings
 from wandistiller.config.recipe import read_recipe, recipe_of
 from wandistiller.config.run_config import DEFAULT_ENGINE, DEFAULT_TEACHER, ONLY_FLAGS, RunConfig
 from wandistiller.config.stages import read_jobs
@@ -89,7 +89,7 @@ def test_a_strategy_or_json_flag_wins_over_the_recipe_s_and_over_its_precision(
 def test_the_resolved_run_gives_the_same_run_again(tmp_path: Path) -> None:
     output = {"output_dir": str(tmp_path / "o")}
     job = read_job(run(output, tmp_path, teacher_deepspeed_config="cpu", teacher_dtype="float32"), 1)
-    write_resolved(job)
+    write_settings(job)
     again = read_job(read_run(str(job.output / "resolved" / "run.json"), {}), 1)
     assert again.teacher == job.teacher and identity(again) == identity(job)
 

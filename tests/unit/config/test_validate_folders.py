@@ -48,7 +48,7 @@ def problems(here: Path, **given: Any) -> list[str]:
 )
 def test_a_folder_that_is_read_is_not_written_to(here: Path, key: str, place: str, message: str) -> None:
     (found,) = problems(here, **{key: str(here / place)})
-    assert found.startswith(f"`{key}` is {here / place}, {message} {here}")
+    assert found.startswith(f"recipe: `{key}` is {here / place}, {message} {here}")
     assert found.endswith("Name a folder outside it.")
 
 

@@ -48,7 +48,7 @@ def is_right_or_refused(folder: Path, raw: bytes) -> bool:
     """Return whether the file gives the written tensors, raises an error that names it, or is ignored."""
     result = read_cache(folder, raw)
     if isinstance(result, str):
-        return result.startswith(f"{folder / 'x.safetensors'}: ") and "made anew" in result
+        return result.startswith(f"{folder / 'x.safetensors'}: ") and "made again" in result
     return result is None or all(map(torch.equal, result, WRITTEN.values()))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from constant_teacher import BATCH, answered, losses
+from constant_teacher import BATCH, answered, losses, played
 from deepspeed.utils import safe_get_full_grad
 from engines import batch_for, engine, learner_of, teacher_of
 from small_wan import small_transformer
@@ -19,7 +19,7 @@ from wandistiller.experts import Expert
 from wandistiller.flow import FlowSchedule
 from wandistiller.objectives.consistency import Consistency
 from wandistiller.objectives.objective import Objective
-from wandistiller.objectives.script import TEACHER, Ask, played
+from wandistiller.objectives.script import TEACHER, Ask
 from wandistiller.objectives.velocity import VelocityMatching
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import transformer

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from constant_teacher import answered
+from constant_teacher import answered, played
 from diffusers import WanTransformer3DModel
 from dmd2_updates import OF_TEACHER, SCHEDULE, SHAPE, Texts, gaussian, source, start, update_of_student
 from engines import batch_for, loaded
@@ -27,7 +27,7 @@ from wandistiller.network.sampling import denoise, few_steps
 from wandistiller.objectives.dmd2 import CRITIC, Dmd2, heads_loss, towards_teacher
 from wandistiller.objectives.objective import Objective
 from wandistiller.objectives.rollout import RENOISED, Renoised, Rollout, drawn, renoised
-from wandistiller.objectives.script import TEACHER, Ask, Slope, played
+from wandistiller.objectives.script import TEACHER, Ask, Slope
 from wandistiller.planner.passes import passes_of
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import transformer
@@ -119,7 +119,7 @@ def test_a_subclass_may_sample_otherwise() -> None:
             return replace(batch, x_t_BCFHW=batch.x_t_BCFHW - student.v_BCFHW / 2, sigma_B=batch.sigma_B / 2)
 
     batch = start()
-    rolled_out = Objective((Halfway(),)).roll_out(CRITIC, {Dmd2.states: batch}, SCHEDULE)
+    rolled_out = Halfway().roll_out(CRITIC, {Dmd2.states: batch}, SCHEDULE)
     asked: list[Ask] = []
     states = played(rolled_out, lambda ask: asked.append(ask) or Prediction(torch.ones_like(batch.x_t_BCFHW)))
     assert [ask.state.sigma_B[0].item() for ask in asked] == [1.0, 0.5]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from constant_teacher import answered
+from constant_teacher import answered, played
 from dmd2_updates import OF_TEACHER, SCHEDULE, gaussian, source
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from wandistiller.network.sampling import few_steps
 from wandistiller.objectives.dmd2 import CRITIC, Dmd2
 from wandistiller.objectives.objective import Objective
 from wandistiller.objectives.rollout import Rollout, Turn
-from wandistiller.objectives.script import TEACHER, Ask, Loss, played
+from wandistiller.objectives.script import TEACHER, Ask, Loss
 from wandistiller.planner.passes import passes_of
 
 S = 0.875
@@ -32,8 +32,11 @@ def sampled(
 ) -> tuple[Rollout, list[Ask]]:
     """Where a student's update learns, and what it asked for before."""
     drawn, asked = objective.draw(STUDENT, source(schedule), update, 0), []
-    script = objective.roll_out(STUDENT, drawn, schedule, carried)
-    states = played(script, lambda ask: asked.append(ask) or Prediction(of_student(ask.state)))
+    (term,) = objective.terms
+    states = played(
+        term.roll_out(STUDENT, drawn, schedule, carried),
+        lambda ask: asked.append(ask) or Prediction(of_student(ask.state)),
+    )
     return states[Dmd2.states], asked
 
 

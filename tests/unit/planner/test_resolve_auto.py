@@ -127,7 +127,7 @@ def test_auto_as_a_flag_keeps_batch_optimizer_and_schedule_of_the_recipe_s_json(
 
 def test_where_nothing_fits_the_message_has_what_came_nearest_and_what_helps(published: Path) -> None:
     machine = Machine(16 * GIB, 32 * GIB, 10 * GIB, 1, 1)
-    words = r"Nothing .* fits. Free are .*16.0 GiB on each GPU.*Nearest come: student .* would need .*"
+    words = r"No JSONs .* fit. Available: .*16.0 GiB on each GPU.*The nearest: student .* would need .*"
     with pytest.raises(ConfigError, match=words):
         chosen(job(published, machine, TWO, **BOTH), machine)
 

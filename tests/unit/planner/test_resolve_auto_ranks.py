@@ -15,7 +15,7 @@ DIFFERS = "`auto` differs, as nodes can build different JSONs: student as given,
     ("rank_1", "begins"),
     slow_but(
         [("less", DIFFERS)],
-        [("less", DIFFERS), ("nothing", "Nothing that could be chosen fits. Free are "), ("all", None)],
+        [("less", DIFFERS), ("nothing", "No JSONs of ds_configs/ fit. Available: "), ("all", None)],
     ),
 )
 def test_ranks_choose_the_same_or_all_end_with_one_message(

@@ -1,6 +1,8 @@
 """Samples are read ahead, and the teacher predicts ahead, while weights are updated; no number changes."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ from trainers import trainer_of
 
 from wandistiller.batch import STUDENT
 from wandistiller.experts import Expert
-from wandistiller.training.rollouts import ReadAhead
+from wandistiller.training.step_result import READING
 from wandistiller.training.trainer import Trainer
+from wandistiller.training.update import ReadAhead
 
 
 def read(update: int, micro: int) -> tuple[int, int]:
@@ -103,3 +106,24 @@ def test_while_adam_updates_the_weights_the_teacher_predicts_for_the_next_update
     monkeypatch.setattr(adam, "adam_update", waits)
     one.train_step(0)
     assert met and all(met)
+
+
+def test_no_activity_of_a_step_lies_in_another_so_that_the_student_s_sampling_is_no_reading_of_data(
+    folder: Path, wan1: Path, one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their seconds are added up, and a large share of reading is an alarm."""
+    dmd2 = {"name": "dmd2", "steps": 2, "critic_updates": 1}
+    more = {"objective": dmd2, "sample_prompts": [], "output_dir": str(folder / "sampling")}
+    one, names, now = trainer_of(recipe(folder, wan1, **more)), set(), []
+
+    @contextmanager
+    def alone(name: str) -> Iterator[None]:
+        assert not now, f"{name} in {now}"
+        now.append(name)
+        names.add(name)
+        yield
+        now.pop()
+
+    monkeypatch.setattr("wandistiller.training.update.activity", alone)
+    one.train_step(0)
+    assert {READING, "the student's sampling"} < names
