@@ -89,8 +89,7 @@ def drawn(
     schedule, begun = replace(schedule, few=few), turn.begun if turn else update
     conditioning = source.conditioning(begun, micro)
     end = schedule.handover if schedule.trained is Expert.HIGH_NOISE else 0.0
-    calls = exit_ + 1 if turn else exit_  # to the next state, from which the samples go on
-    renewed = calls if few.sampler == RENOISE else 0
+    renewed = exit_ + bool(turn) if few.sampler == RENOISE else 0  # those that go on are noised once more
     # the names are part of the random numbers' keys
     kinds = ("start", begun), ("judged noise", update), *((f"fresh {call}", begun) for call in range(renewed))
     start_BCFHW, noise_BCFHW, *new_noise = (
