@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from constant_teacher import answered
+from constant_teacher import answered, played
 from dmd2_updates import OF_TEACHER, SCHEDULE, gaussian, source
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from wandistiller.network.sampling import few_steps
 from wandistiller.objectives.dmd2 import CRITIC, Dmd2
 from wandistiller.objectives.objective import read_objective
 from wandistiller.objectives.rollout import Rollout, drawn
-from wandistiller.objectives.script import TEACHER, Ask, Loss, played
+from wandistiller.objectives.script import TEACHER, Ask, Loss
 from wandistiller.planner.passes import passes_of
 
 FOUR = replace(SCHEDULE, few=few_steps(3.0, 4, None, FLOW_MAP))
