@@ -6,7 +6,7 @@ from typing import Any
 import planned
 import pytest
 from ranks import wandistiller, write_json
-from recipes import recipe_file, train
+from recipes import SHARDED, recipe_file, train
 from simulated import Simulated, simulated_gpu
 from small_wan import make_wan
 
@@ -70,6 +70,7 @@ ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimizati
 EIGHT = ADAM | {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8}
 TWO = ADAM | {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2}
 RECOMPUTED = {"activation_checkpointing": {"partition_activations": False}}
+ON_CPU = {"sample_prompts": [], "teacher_deepspeed_config": SHARDED}
 CLIPS = {"height": 256, "width": 256, "num_frames": 5}
 PHASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "pictures of the teacher": (2, 64, CLIPS),
@@ -79,8 +80,8 @@ PHASES: dict[str, tuple[int, int, dict[str, Any]]] = {
         64,
         CLIPS | {"sample_prompts": [], "deepspeed_config": EIGHT | RECOMPUTED},
     ),
-    "building the student": (16, 120, {"sample_prompts": [], "deepspeed_config": TWO | RECOMPUTED}),
-    "the optimizer's step": (16, 200, {"sample_prompts": [], "deepspeed_config": TWO | RECOMPUTED}),
+    "building the student": (16, 120, ON_CPU | {"deepspeed_config": TWO | RECOMPUTED}),
+    "the optimizer's step": (16, 200, ON_CPU | {"deepspeed_config": TWO | RECOMPUTED}),
 }
 """What it does -> heads of the teacher, MiB of its GPU, and settings of the run."""
 

@@ -33,7 +33,7 @@ At stage 2 gradients come on a stream of their own, and what it has freed is pla
 LATE = {
     "lora_wan_clips": 1.65,
     "zero3_offload_64": 1.4,
-    "zero3_offload": 1.3,
+    "zero3_offload": 1.35,
     "zero3": 1.15,
     "zero_inference_nvme": 1.2,
 }
