@@ -88,7 +88,8 @@ def read_evaluation(flags: EvaluateFlags, world: int) -> Evaluation:
         teacher.require_weights()
         teacher = teacher.with_first_frames() if facts.image_to_video else teacher
         teacher = _as_trained(teacher, facts, str(candidate.where))
-        placement = read_placed(flags.teacher_deepspeed_config, flags.dtype, [*sides, teacher], world)
+        how = flags.teacher_deepspeed_config, flags.dtype
+        placement = read_placed(*how, [*sides, teacher], world, candidate.weights)
     with collecting(problems):
         items = read_items(flags.prompts)
     problems += folder_problems("output", output) or inside_problems("output", output, read)

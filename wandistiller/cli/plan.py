@@ -24,6 +24,7 @@ from wandistiller.utils.validation import types_of, value_problems
 
 MACHINE = ("nodes", "gpus", "gpu_memory", "gpu_name", "host_memory", "disk")
 """Flags that describe a machine other than this one."""
+FITTING = "settings that fit, the simplest first, which --recommend FILE writes into a recipe:"
 
 
 def run(flags: PlanFlags) -> None:
@@ -96,7 +97,7 @@ def _of_run(
     text, short = report(placed, with_disk(job, False), Times(placed, machine, rates), here, price)
     room = with_disk(job, True)
     fits = [*choices(job, room, here=here, by_teacher=True)]
-    lines += [*text, "", "JSONs of ds_configs/ that fit, the simplest first:" if fits else "no JSONs fit"]
+    lines += [*text, "", FITTING if fits else "no settings fit"]
     for choice in fits:
         changes = choice.job.teacher.weights not in (None, job.teacher.weights)
         lines.append(

@@ -22,7 +22,7 @@ from wandistiller.planner.passes import base_sweeps
 from wandistiller.planner.peak_memory import activations, plan
 from wandistiller.planner.resolve_auto import HELPS, Choice, choices
 from wandistiller.planner.teacher_memory import teacher_bytes
-from wandistiller.planner.time import PEAKS, SHARE, Times, passes
+from wandistiller.planner.time import Times
 from wandistiller.utils.files import write_json
 from wandistiller.utils.system_memory import GIB
 
@@ -69,7 +69,7 @@ def report(
         *(precision_lines(job) if here else []),
         "",
         *_table(phases, machine),
-        f"student's activations: {recomputed} with checkpointing{as_said * recomputes}, "
+        f"student's activations: {recomputed} with gradient checkpointing{as_said * recomputes}, "
         f"{stored} without{as_said * (not recomputes)}",
         f"files on disk: {files}",
         "",
@@ -99,15 +99,11 @@ def _table(phases: dict[str, PhasePeak], machine: Machine) -> list[str]:
         columns = {name: phase.parts(taken) for name, phase in phases.items()}
         rows = dict.fromkeys(part for column in columns.values() for part, n in column.items() if n)
         if rows:
-            peaks = [phase.peak() for phase in phases.values()]
             lines += ["", f"{f'{kind}, GiB':<56}{''.join(f'{name:>12}' for name in phases)}"]
             lines += [_row(part, (column.get(part, 0) for column in columns.values())) for part in rows]
-            lines.append(_row("at its peak", map(taken, peaks)))
-            if kind == "CPU memory of a rank" and any(peak.pinned for peak in peaks):
-                lines.append(_row("of these page-locked, at most", (peak.pinned for peak in peaks)))
-    reserves = [f"{d.reserve / GIB:.2f} GiB {d.where}" for d in demands([], machine)]
-    why = "reserve: on a GPU for gaps of its allocator, else for data, file cache and other processes"
-    return [*lines[1:], "", why, f"reserve: {', '.join(reserves)}"]
+            lines.append(_row("at its peak", (taken(phase.peak()) for phase in phases.values())))
+    reserves = ", ".join(f"{d.reserve / GIB:.2f} GiB {d.where}" for d in demands([], machine))
+    return [*lines[1:], "", f"reserve: {reserves}, for other programs, file caches and gaps between tensors"]
 
 
 def _row(name: str, numbers: Iterable[int]) -> str:
@@ -117,29 +113,15 @@ def _row(name: str, numbers: Iterable[int]) -> str:
 def _step(job: Job, times: Times) -> list[str]:
     computing = {role: seconds for role, seconds in times.computing().items() if seconds}
     parts = ", ".join(f"{duration(seconds)} the {role}" for role, seconds in computing.items())
-    rates = times.rates
-    rate = f"{rates.tflops:.3g} TFLOP/s"
-    if rates.tbytes < inf:
-        rate += f" and {rates.tbytes:.3g} TB/s"
-    if any(rates.tflops == SHARE * peak for peak, *_ in PEAKS.values()):  # the usual one
-        rate += f", {SHARE:.2f} of the card's peaks"
+    memory = f" and {times.rates.tbytes:.3g} TB/s" * (times.rates.tbytes < inf)
+    rate = f"counted with {times.rates.tflops:.3g} TFLOP/s{memory}"
     parts += f", {duration(times.updating())} the optimizer"
-    lines = [f"a step takes about {duration(times.step())} at {rate}: {parts}"]
+    lines = [f"a step takes about {duration(times.step())}, {rate}: {parts}"]
     if moving := times.moving():
-        lines.append(f"meanwhile the teacher's weights arrive, in {duration(moving)}")
-    made = [
-        " and ".join(f"{count:.3g} {kind}" for kind, count in each._asdict().items() if count)
-        + f" of the {role}"
-        for role, each in passes(job).items()
-        if any(each)
-    ]
-    lines.append(f"passes for each sample: {', '.join(made)}")
-    if sweeps := base_sweeps(job):
-        updates = len(job.objective.updates)
+        sweeps = base_sweeps(job)
         each = ", ".join(f"{number:.3g} for {purpose}" for purpose, number in sweeps.items())
-        mean = sum(sweeps.values()) / updates
-        text = f"the shared weights arrive {mean:.2g} times in each update; in a step of {updates} update(s)"
-        lines.append(f"{text}: {each}")
+        often = f" {sum(sweeps.values()):.3g} times ({each})" if sweeps else ""
+        lines.append(f"meanwhile the teacher's weights arrive{often}, in {duration(moving)}")
     return lines
 
 
@@ -222,15 +204,11 @@ def verdict(planned: list[Planned]) -> list[str]:
     if not names and not all(stage.job.teacher.memory_known for stage in planned):
         return ["verdict: whether it fits is not known"]
     if not names:
-        fits = f"all {len(planned)} stages fit" if len(planned) > 1 else "it fits"
-        engines = [stage.job.student_engine for stage in planned]
-        on_gpus = {engine.optimizer_on == "none" for engine in engines if engine.is_offload_open}
-        words = [", optimizers in CPU memory", ", optimizers on the GPUs"]
-        return [f"verdict: {fits}{words[on_gpus.pop()] if len(on_gpus) == 1 else ''}"]
+        return [f"verdict: {f'all {len(planned)} stages fit' if len(planned) > 1 else 'it fits'}"]
     lines = [f"verdict: it does NOT fit{': stage ' * bool(names[0])}{', '.join(names)}"]
     if fitting := _fitting_flags(planned):
         return [*lines, "it fits with", f"  {fitting}"]
-    lines.append(f"no JSONs hold it here. {HELPS}")
+    lines.append(f"no settings fit here. {HELPS}")
     job = planned[0].job
     if job.run.lora is None:
         recipe = LORAS[len(job.folder.configs) == 2, job.folder.config.takes_image]

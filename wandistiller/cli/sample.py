@@ -60,7 +60,8 @@ def read_sampling(flags: SampleFlags) -> tuple[Candidate, list[PromptItem], samp
         size = settings.height, settings.width, settings.num_frames
         world = collectives.world_size()
         with collecting(problems):
-            placement = read_placed(flags.teacher_deepspeed_config, flags.dtype, [folder], world)
+            how = flags.teacher_deepspeed_config, flags.dtype
+            placement = read_placed(*how, [folder], world, model.weights)
             heads = {"The pipeline": folder.config.num_attention_heads} if not placement.on_one_rank else {}
             patches = {size: folder.tokens(*size)}
             problems += division_problems("sample", flags.context_parallel, world, heads, patches)

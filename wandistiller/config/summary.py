@@ -37,7 +37,7 @@ def summary(job: Job) -> list[str]:
     counts = {"duplicates": job.items.duplicates, "thumbnails of videos": job.items.thumbnails}
     left_out = "".join(f", {n} {what} left out" for what, n in counts.items() if n)
     tuned = tuning(job) | ({"lora": job.run.lora} if job.run.lora else {})  # with its files by their names
-    sharing = f"groups of {n} ranks" if (n := r.context_parallel) > 1 else "ranks"
+    sharing = f"groups of {n} ranks" if (n := r.context_parallel) > 1 else "rank(s)"
     return [
         *([f"stage     {job.stage}"] if job.stage else []),
         f"teacher   {f.name}: {teacher / 1e6:.1f}M parameters, {len(f.configs)} expert(s) of "
@@ -53,7 +53,7 @@ def summary(job: Job) -> list[str]:
         *start_lines(job),
         *_networks(job),
         f"objective {job.objective}",
-        f"batch     {b.total} a step = {b.micro} x {b.accumulation} micro-steps x {b.ranks} {sharing}",
+        f"batch     {b.total} samples a step: {b.micro} at once, {b.accumulation} times, {b.ranks} {sharing}",
         *(f"setting   {line}" for line in job.student_engine.overridden + job.teacher.engine.overridden),
         *_after_schedule(job),
         f"run       {r.max_steps} steps{_high_noise(job)}, shift {r.shift:.4g}, seed {r.seed}, "

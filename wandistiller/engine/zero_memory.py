@@ -36,8 +36,6 @@ class Bytes:
     node: int = 0
     """CPU memory that a node's ranks share, or that one of them has for all; the whole of it."""
     disk: int = 0
-    pinned: int = 0
-    """Page-locked part of `host`."""
 
     def __add__(self, other: "Bytes") -> "Bytes":
         return Bytes(*(getattr(self, kind) + getattr(other, kind) for kind in Bytes.__slots__))

@@ -43,6 +43,11 @@ class Candidate:
         return self.facts if self.facts.few_steps else None
 
     @property
+    def weights(self) -> str | None:
+        """The format of the teacher's weights beside which LoRA files were trained; None: not quantised."""
+        return self.facts.teacher_weights if self.added and self.facts.bases else None
+
+    @property
     def place(self) -> Path | None:
         """The folder beside which results are written; None: it is not on this machine."""
         path = Path(self.name) if self.name else self.where

@@ -131,7 +131,7 @@ def most(phases: dict[str, PhasePeak]) -> Bytes:
 
 
 def _most(several: Iterable[Bytes]) -> Bytes:
-    all_of = [(b.device + b.transient, 0, b.host, b.node, b.disk, b.pinned) for b in several]
+    all_of = [(b.device + b.transient, 0, b.host, b.node, b.disk) for b in several]
     return Bytes(*map(max, zip(*all_of, strict=True)))
 
 

@@ -20,7 +20,7 @@ from wandistiller.objectives.script import TEACHER, Ask, Learn, Play, Slope
 
 MOST_EXITS = 16
 """Calls of a few-step student that learn, of those that are counted, evenly chosen."""
-LEARNING = "learning, forward and backward"
+LEARNING = "passes that learn"
 """Purpose of sweeps."""
 
 

@@ -21,19 +21,22 @@ from wandistiller.teacher.build import keeps_beside
 from wandistiller.teacher.placements.base import Placement
 from wandistiller.teacher.quantized import missing_problems
 from wandistiller.teacher.strategies import teacher_file
-from wandistiller.teacher.teacher_json import AUTO, read_placement
+from wandistiller.teacher.teacher_json import AUTO, quantized_facts, read_placement, with_keys
 from wandistiller.utils.errors import ConfigError
 
 HELPS = "What helps: fewer frames, a smaller size, more ranks for each sample (--context_parallel)"
 
 
-def read_placed(name: str, dtype: str, folders: Iterable[Folder], world: int) -> Placement:
+def read_placed(
+    name: str, dtype: str, folders: Iterable[Folder], world: int, weights: str | None = None
+) -> Placement:
     """Read the JSON that places the networks of pipelines.
 
     Args:
         name: a shipped JSON's name, or a file.
         dtype: of the arithmetic; `auto`: the JSON's, or where the placement is `auto` bfloat16 on a GPU and
             float32 on the CPU.
+        weights: format beside which LoRA files were trained, which `auto` keeps where this machine can.
 
     Raises:
         ConfigError: with every problem.
@@ -42,6 +45,10 @@ def read_placed(name: str, dtype: str, folders: Iterable[Folder], world: int) ->
     if dtype == "auto" and json.section(BLOCK).get("placement") == AUTO:
         dtype = "bfloat16" if device.on_accelerator() else "float32"
     placement = read_placement(json.in_precision(None if dtype == "auto" else dtype), world)
+    if weights and placement.name == AUTO:
+        trained = with_keys(placement, weights=weights)
+        if not trained.weights_problems() + missing_problems(trained.engine, weights):
+            placement = trained
     problems = config_problems(placement.engine) + missing_problems(placement.engine, placement.weights)
     for folder in folders:
         problems += placement.teacher_problems(folder.config.top_modules, device.count())
@@ -77,7 +84,8 @@ class Choice(NamedTuple):
 
     def __str__(self) -> str:
         needs = " and ".join(map(str, self.needs)) or "memory that is not known"
-        return f"{self.name}, {self.batch} at once: {needs} at most"
+        place = " in ".join([self.name, *quantized_facts(self.placement).values()])
+        return f"{place}, {self.batch} at once: {needs} at most"
 
 
 def choose(placement: Placement, drawing: Drawing) -> tuple[Placement, int]:
@@ -96,7 +104,7 @@ def choose(placement: Placement, drawing: Drawing) -> tuple[Placement, int]:
     best = min(tried, key=lambda choice: choice.over)
     if best.over > 0:
         free = " and ".join(need.supply for need in best.needs)
-        text = f"nothing fits surely; free are {free}. {HELPS}."
+        text = f"memory may be short; free are {free}. {HELPS}."
         collectives.log0("warning   %s", text, level=logging.WARNING)
     if is_open or best.batch < drawing.batch or best.over > 0:
         collectives.log0("placed    %s", best)
@@ -104,10 +112,11 @@ def choose(placement: Placement, drawing: Drawing) -> tuple[Placement, int]:
 
 
 def choices(placement: Placement, drawing: Drawing, machine: Machine) -> Iterable[Choice]:
-    """Yield the placements that `placement` may be, the simplest first, each with ever fewer samples."""
+    """Yield what `placement` may be, the simplest first, unquantised last, each with ever fewer samples."""
     candidates = [(AS_IS, placement)]
     if placement.name == AUTO:
-        candidates = placements_like(placement, machine, True, placement.weights)
+        formats = dict.fromkeys([placement.weights, None])
+        candidates = [c for weights in formats for c in placements_like(placement, machine, True, weights)]
     for name, candidate in candidates:
         at_once = drawing.batch
         while at_once:
@@ -127,13 +136,16 @@ def _demands(placement: Placement, drawing: Drawing, machine: Machine) -> list[D
         of_call = drawing.batch * (1 + in_one_call), 1 if placement.on_one_rank else sharers
         read, held = added_parts(folder), libraries(machine, sharers)
         if keeps_beside(folder, placement):
-            numel, _ = added_sizes(folder, tuple(folder.configs))
-            held |= {"LoRA files": Bytes(device=numel * placement.engine.dtype.itemsize)}
-            folder = replace(folder, added=())
+            sizes = [added_sizes(folder, (expert,))[0] for expert in folder.configs]
+            held |= {"LoRA files": Bytes(device=sum(sizes) * placement.engine.dtype.itemsize)}
+            read, folder = {"factors in float32": Bytes(host=4 * max(sizes))}, replace(folder, added=())
         weights, call = placed_parts(folder, placement, machine, latent, *of_call)
         held |= weights
         vae, decode = coding_parts(folder, machine, "decode", (1, *latent), held)
         read = {use: nbytes for use, nbytes in read.items() if use not in weights}
-        phase = PhasePeak(held | vae, {"loading": read, "call": call, "decode": decode})
-        phases[f"{number}"] = phase if machine.device_free is not None else on_host(phase)
+        there = {use: replace(nbytes, host=0) for use, nbytes in vae.items()}  # loaded before the networks
+        phases["VAE"] = PhasePeak(libraries(machine, sharers) | vae)
+        phases[f"{number}"] = PhasePeak(held | there, {"loading": read, "call": call, "decode": decode})
+    if machine.device_free is None:
+        phases = {name: on_host(phase) for name, phase in phases.items()}
     return [demand for demand in demands(moments(phases), machine) if demand.need]

@@ -182,5 +182,4 @@ def _locked(offload: dict[str, Any], accelerator: bool, n: int) -> Bytes:
     """CPU memory for n bytes, page-locked where `offload` says so: small pieces come in powers of two."""
     if not accelerator or not offload.get("pin_memory", True):
         return Bytes(host=n)
-    whole = n if n > PINNED_ROUNDED * 2**20 or not n else 1 << (n - 1).bit_length()
-    return Bytes(host=whole, pinned=whole)
+    return Bytes(host=n if n > PINNED_ROUNDED * 2**20 or not n else 1 << (n - 1).bit_length())

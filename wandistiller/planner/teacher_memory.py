@@ -80,9 +80,7 @@ def placed_parts(
     each = [_on_the_way(config, placement) for config in folder.configs.values()]
     unpacked, behind = map(max, zip(*each, strict=True))
     activations += unpacked
-    pinned = gpu and engine.offload("param").get("pin_memory")
-    host = held.host + placement.overhead()
-    weights = replace(held, transient=0, host=host, pinned=held.host if pinned else 0)
+    weights = replace(held, transient=0, host=held.host + placement.overhead())
     if placement.on_one_rank and not gpu:  # once in a node's CPU memory
         weights = Bytes(node=weights.device)
     work = Bytes(host=activations) if placement.on_cpu else Bytes(transient=activations)

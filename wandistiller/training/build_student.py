@@ -265,9 +265,8 @@ def measure_start(job: Job, data: CachedData, teacher: Teacher | None, student: 
     if teacher:
         whole, by_sigma = _start_error(job, data, without_guidance(teacher), student)
         numbers |= {"relative_velocity_error": whole, "relative_velocity_error_by_sigma": by_sigma}
-        collectives.log0(
-            "start     relative velocity error before training %.4f (0: its teacher, 1: zeros)", whole
-        )
+        text = "start     error before training %.4f (0: the student equals its teacher, 1: it draws noise)"
+        collectives.log0(text, whole)
     if collectives.rank() == 0:
         write_json(job.output / "student_start.json", finite_or_none(numbers))
 

@@ -90,7 +90,7 @@ def _take_over(stages: list[Job], output: Path) -> None:
 
 
 def _log_next(job: Job, output: Path) -> None:
-    """Log the commands that compare a student with its teacher, and that make a pipeline of adapters."""
+    """Log the commands that compare a student with its teacher, and that merge a LoRA."""
     data = f"{job.data}:held_out" if job.data in TINY else job.data
     student = output if job.networks.is_teacher_with_adapters(job.folder) else output / "student"
     words = ["wandistiller", "evaluate", "--student_path", str(student), "--prompts", data]
@@ -100,7 +100,7 @@ def _log_next(job: Job, output: Path) -> None:
     collectives.log0("%-9s %s", "next", shlex.join(words))
     if job.networks.is_teacher_with_adapters(job.folder):
         merge = ["wandistiller", "export", "--checkpoint", str(job.output), "--output", "students/mine"]
-        collectives.log0("%-9s a pipeline of the teacher with them:", "or")
+        collectives.log0("%-9s a pipeline with the LoRA in it:", "or")
         collectives.log0("%-9s %s", "", shlex.join(merge))
 
 
@@ -140,16 +140,16 @@ def _export(job: Job) -> None:
 
 
 def _log_adapters(job: Job, output: Path) -> None:
-    """Log how the adapters of a finished run, in a folder, are loaded."""
+    """Log how the LoRA of a finished run, in a folder, is loaded."""
     experts = [expert.value for expert in job.networks.student]
     files = [per_expert(output / LORA, experts, expert.value) for expert in job.networks.bases]
     for file in files:
-        collectives.log0("%-9s %s", "adapters", file)
+        collectives.log0("%-9s %s", "lora", file)
     lines = loading_lines([f'"{file}"' for file in files], [*job.networks.bases.values()])
     for line in lines if not job.student_transformer.has_second_time else ():
         collectives.log0("%-9s %s", "", line)
     card = output / "lora.card" / "README.md"
-    collectives.log0("%-9s %s (how to sample in diffusers, and ComfyUI's nodes)", "card", card)
+    collectives.log0("%-9s %s (ComfyUI's nodes, and lines for diffusers)", "card", card)
 
 
 @within("load")

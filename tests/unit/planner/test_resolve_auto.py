@@ -14,7 +14,7 @@ from recipes import recipe
 from slow_cases import slow_but
 
 from wandistiller.cli.flags import PlanFlags
-from wandistiller.cli.plan import plan_lines
+from wandistiller.cli.plan import FITTING, plan_lines
 from wandistiller.config.identity import identity
 from wandistiller.config.job import Job
 from wandistiller.config.validate import read_job
@@ -214,7 +214,7 @@ def test_the_recommended_recipe_is_the_run_that_was_planned_with_other_jsons(
     machine = {"gpus": 1, "gpu_memory": 24, "host_memory": 128, "disk": 1000, "nodes": 1}
     named = {"recipe": str(file), "settings": flags, "recommend": recommended}
     plan_lines(PlanFlags(**named, **machine), lines := [])
-    assert "JSONs of ds_configs/ that fit, the simplest first:" in lines and f"wrote {recommended}" in lines
+    assert FITTING in lines and f"wrote {recommended}" in lines
     planned = read_job(run_of(given, flags | output), 1)
     best = next(choices(planned, ONE_24)).job
     again = read_job(run_of(read_json(recommended), output), 1)
