@@ -99,10 +99,9 @@ def _of_run(
     lines += [*text, "", "JSONs of ds_configs/ that fit, the simplest first:" if fits else "no JSONs fit"]
     for choice in fits:
         changes = choice.job.teacher.weights not in (None, job.teacher.weights)
-        lines.append(
-            f"  {duration(Times(choice.job, machine, rates).step()):>8} a step: {choice}"
-            + ", which changes the teacher's outputs" * changes
-        )
+        step = duration(Times(with_free_memory(choice.job, room)[0], machine, rates).step())
+        end = ", which changes the teacher's outputs" * changes
+        lines.append(f"  {step:>8} a step: {choice}{end}")
     return lines, Planned(placed, room, short, fits)
 
 
