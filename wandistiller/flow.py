@@ -163,8 +163,7 @@ class FlowSchedule:
 
     def exits(self) -> list[int]:
         """List the calls of a few-step student that are trained; the calls before are without gradient."""
-        calls = range(len(self.few.sigmas))
-        return [call for call in calls if self.trained in (None, self.few.expert(call))]
+        return [n for n in range(len(self.few.sigmas)) if self.trained in (None, self.few.expert(n))]
 
     def jumps(self, update: int) -> tuple["FewSteps", int]:
         """Draw the sampler of an update's own samples, and its calls before the one that learns.

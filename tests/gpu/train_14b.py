@@ -47,6 +47,7 @@ def of_lora(name: str) -> dict[str, Any]:
     engine = read_json(given["deepspeed_config"])
     # by "auto" all memory of the GPU would count, not a row's GB
     engine["zero_optimization"]["offload_optimizer"]["device"] = "cpu"
+    engine["wandistiller"]["checkpoint_but_last"] = 0
     return given | {"deepspeed_config": engine, "sample_prompts": []} | LORAS[name][1]
 
 

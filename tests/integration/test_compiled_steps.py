@@ -96,13 +96,14 @@ def test_a_step_of_prompts_of_several_lengths_has_three_variants_of_a_block_and_
 ) -> None:
     """Without gradients, with gradients, and of the teacher, whose branches are one batch.
 
+    The input of the first of the two blocks needs a gradient only if it is recomputed: else one more.
     Bits are compared in float32: gradients of the package's own eager blocks are rounded less often in bf16.
     """
     base = {"weights": weights} if weights else {}
     eager = losses(trainer(folder, wan, compiled=False, dtype=dtype, **base))
     with torch.compiler.set_stance(force_backend=backend):
         found = losses(trainer(folder, wan, compiled=True, dtype=dtype, but_last=but_last, **base))
-    assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 3
+    assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 3 + (but_last == 2)
     if dtype == "float32":
         assert found == eager and (len(ROWS) > 2 or backend == "aot_eager")
     else:

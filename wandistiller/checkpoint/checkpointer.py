@@ -13,6 +13,7 @@ step_00000500/
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -84,11 +85,7 @@ class Checkpointer:
         return target
 
     def _write(
-        self,
-        learners: dict[str, Learner],
-        folder: Path,
-        state: dict[str, Any],
-        carried: Mapping[int, Tensor],
+        self, learners: dict[str, Learner], folder: Path, state: dict[str, Any], carried: Mapping[int, Tensor]
     ) -> dict[str, FileChecksum]:
         """Write this rank's files; return their checksums by path within `folder`. Collective."""
         networks = {
@@ -101,20 +98,22 @@ class Checkpointer:
         try:
             if first:
                 shutil.rmtree(folder, ignore_errors=True)
-                for name in networks:
-                    (folder / name).mkdir(parents=True)
+                folder.mkdir(parents=True)
                 if (self._folder / FROZEN).exists():
                     link_or_copy(self._folder / FROZEN, folder / FROZEN)
         except OSError as refused:
             error = refused
         collectives.barrier()
+
+        def write(network: str) -> None:
+            # a client of NFS may remember that it was not there, until it makes it
+            (folder / network).mkdir(parents=True, exist_ok=True)
+            name = f"{network}/rank_{collectives.rank():05d}.safetensors"
+            written[name] = write_stream(folder / name, *_content(*networks[network]))
+
         try:
-            for network, (trained, average) in networks.items():
-                # a client of NFS may remember that it was not there, until it makes it
-                (folder / network).mkdir(parents=True, exist_ok=True)
-                name = f"{network}/rank_{collectives.rank():05d}.safetensors"
-                specs, tensors = _content(trained, average)
-                written[name] = write_stream(folder / name, specs, tensors)
+            with ThreadPoolExecutor(2) as pool:  # a checksum takes a core; so student and critic at once
+                [*pool.map(write, networks)]
             if carried:
                 (folder / CARRIED).mkdir(exist_ok=True)
                 starts = {number * x_BCFHW[0].numel(): x_BCFHW for number, x_BCFHW in carried.items()}

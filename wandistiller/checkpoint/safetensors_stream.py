@@ -47,17 +47,16 @@ def write_stream(path: Path, specs: list[Spec], tensors: Iterable[Tensor]) -> Fi
         header[spec.name] = {"dtype": NAMES[spec.dtype], "shape": [spec.numel], "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    crc = 0
+    text = len(text).to_bytes(8, "little") + text
+    crc = zlib.crc32(text)
     with path.open("wb") as file, ThreadPoolExecutor(1) as writer:
-        for piece in (len(text).to_bytes(8, "little"), text):
-            crc = zlib.crc32(piece, crc)
-            file.write(piece)
+        file.write(text)
         for spec, tensor in zip(specs, tensors, strict=True):
             raw = memoryview(tensor.detach().to("cpu", spec.dtype).contiguous().view(torch.uint8).numpy())
             written = writer.submit(file.write, raw)  # beside the checksum, which takes as long
             crc = zlib.crc32(raw, crc)
             written.result()
-    return FileChecksum(8 + len(text) + end, f"{crc:08x}")
+    return FileChecksum(len(text) + end, f"{crc:08x}")
 
 
 def checksum(path: Path) -> FileChecksum:

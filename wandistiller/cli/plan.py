@@ -100,10 +100,9 @@ def _of_run(
     lines += [*text, "", FITTING if fits else "no settings fit"]
     for choice in fits:
         changes = choice.job.teacher.weights not in (None, job.teacher.weights)
-        lines.append(
-            f"  {duration(Times(choice.job, machine, rates).step()):>8} a step: {choice}"
-            + ", which changes the teacher's outputs" * changes
-        )
+        step = duration(Times(with_free_memory(choice.job, room)[0], machine, rates).step())
+        end = ", which changes the teacher's outputs" * changes
+        lines.append(f"  {step:>8} a step: {choice}{end}")
     return lines, Planned(placed, room, short, fits)
 
 

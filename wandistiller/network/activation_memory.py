@@ -1,4 +1,4 @@
-"""Activation memory, traced with fake tensors, which take no memory, through the network itself."""
+"""Activation memory, traced on the meta device, which takes none, through the network itself."""
 
 import weakref
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
@@ -22,6 +22,7 @@ from wandistiller.utils.memoize import once_for_each
 
 Latent = tuple[int, int, int, int]
 """(C, F, H, W) of one sample, as in `Folder.latent_shape`."""
+META = torch.device("meta")
 
 
 class Live(TorchDispatchMode):
@@ -53,6 +54,17 @@ class Live(TorchDispatchMode):
     def _add(self, nbytes: int) -> None:
         self.now += nbytes
         self.most = max(self.most, self.now)
+
+
+class FusedAttention(TorchFunctionMode):
+    """The CPU's kernel of attention, on the meta device too, which has none."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        states, mask = (*args, *map(kwargs.get, ("query", "key", "value"))), kwargs.get("attn_mask")
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*states[:3], attn_mask=mask)[0]
 
 
 def storages(tensors: Any) -> list[torch.UntypedStorage]:
@@ -190,7 +202,8 @@ def _passes(
         inputs: those of a block's checkpoints.
     """
     peak, entered, inputs, whole = [], [], [], []
-    with FakeTensorMode():
+    names = (config.parts[part] or ("",)) if part else ()  # the block itself has no name
+    with META, FusedAttention():
         model, call = _transformer(samples, config, lambda _: dtype, *shape, lora)
         for name, p in model.named_parameters():
             if p.requires_grad_(not lora or is_adapter(name)).requires_grad:
@@ -206,7 +219,8 @@ def _passes(
                 return args
 
             def measured(run: Callable[..., Tensor], *args: Any) -> Tensor:
-                before, h_BSD = live.now, run(*args)
+                with FusedAttention():  # backward passes suspend it
+                    before, h_BSD = live.now, run(*args)
                 whole.append(live.now - before)
                 return h_BSD
 
@@ -217,7 +231,7 @@ def _passes(
 
             for block in model.blocks:
                 block.register_forward_pre_hook(enter)
-                for module in [block.get_submodule(name) for name in _names(config, part)]:
+                for module in [block.get_submodule(name) for name in names]:
                     module.forward = partial(recomputed, module.forward)
             v_BCFHW = call()
             held = live.now
@@ -227,18 +241,13 @@ def _passes(
     return {"peak": peak[0], "held": held} | of_block
 
 
-def _names(config: NetworkConfig, part: str) -> tuple[str, ...]:
-    """Return the modules of a block that are recomputed; the block itself has no name."""
-    return (config.parts[part] or ("",)) if part else ()
-
-
 @once_for_each
 def _peak(samples: int, config: NetworkConfig, dtype: torch.dtype, *shape: Any) -> dict[str, int]:
     """Trace the bytes of a forward pass of a network of one block, at the most and before the block.
 
     Others run one after the other.
     """
-    with FakeTensorMode(), torch.no_grad():
+    with META, FusedAttention(), torch.no_grad():
         of_one = config.replaced(num_layers=1)
         model, call = _transformer(samples, of_one, lambda name: config.dtype_of(name, dtype), *shape)
         waiting: list[int] = []
@@ -258,17 +267,16 @@ def _transformer(
     sharers: int,
     lora: dict[str, Any] | None = None,
 ) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """Make the transformer and a call of it, without memory, to be used in the same FakeTensorMode."""
-    model = config.meta()
+    """Make the transformer and a call of it, for tensors of the meta device."""
+    model = config.meta(META)
     if lora:
-        with torch.device("meta"):
-            add_lora(model, Lora(**lora), seed=0)
+        add_lora(model, Lora(**lora), seed=0)
     for name, p in list(model.named_parameters()):
         set_parameter(model, name, torch.empty(p.shape, dtype=dtype_of(name)))
     for module in model.modules():
         if accelerator and isinstance(module, nn.RMSNorm):
             module.forward = lambda x, weight=module.weight: _FusedNorm.apply(x, weight)
-    state = config.blank_state(latent, samples, text_tokens)
+    state = config.blank_state(latent, samples, text_tokens, META)
     config.share_sequences(model, ImaginedRanks(sharers))
     config.use_kernels(model, Kernels())
     return model, lambda: config.velocity(model, state)

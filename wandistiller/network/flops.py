@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from wandistiller.engine.engine_config import CheckpointPolicy
-from wandistiller.network.activation_memory import Latent
+from wandistiller.network.activation_memory import META, Latent
 from wandistiller.network.config import NetworkConfig
 from wandistiller.network.names import in_block
 from wandistiller.utils.memoize import once_for_each
@@ -47,9 +47,8 @@ class Flops(NamedTuple):
 @once_for_each
 def count_flops(config: NetworkConfig, latent: Latent) -> Flops:
     """Count the operations of a forward pass over one sample; one block is traced for all."""
-    model = config.replaced(num_layers=1).meta().requires_grad_(False)
-    model.to("meta")  # tables, which `meta` makes on the CPU
-    state = config.blank_state(latent, device="meta")
+    model = config.replaced(num_layers=1).meta(META).requires_grad_(False)
+    state = config.blank_state(latent, device=META)
     # attention as matrix products, as torch 2.13 does not count the CPU's own kernel of it
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         config.velocity(model, state)

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from dataclasses import replace
+from math import ceil
 
 from wandistiller.config.job import Job
 from wandistiller.distributed import collectives
@@ -11,8 +12,10 @@ from wandistiller.planner.peak_memory import plan
 from wandistiller.student.trainable import tuning_problems
 
 SPARE = 0.1
-"""Share of a GPU's free memory that a run leaves where it keeps there what could be elsewhere."""
+"""Share of a GPU's free memory that is left where more could be kept: as runs may take more than planned."""
 BUT_LAST = "checkpoint_but_last"
+LEAST = 0.1
+"""Least share of the blocks, or none, that keep their activations: fewer save under 3 % of a step."""
 
 
 def with_free_memory(job: Job, machine: Machine) -> tuple[Job, list[str]]:
@@ -46,10 +49,12 @@ def _with_activations(job: Job, machine: Machine) -> tuple[Job, list[str]]:
     def keeping(blocks: int) -> Job:
         return replace(job, student_engine=engine.replaced(**{BLOCK: engine.block | {BUT_LAST: blocks}}))
 
-    first = bisect_left(range(1, layers + 1), True, key=lambda n: not _demand(keeping(n), machine)[1])
-    blocks = min(collectives.gather_objects(first))  # ranks that share a sample must compute alike
-    gpu, _ = _demand(keeping(blocks or 1), machine)
-    takes = f"kept; {'the run takes' if blocks else 'those of one need'} {gpu} of {gpu.supply}"
+    numbers = range(ceil(LEAST * layers), layers + 1)
+    fitting = bisect_left(numbers, True, key=lambda n: not _demand(keeping(n), machine)[1])
+    most = fitting and numbers[fitting - 1]
+    blocks = min(collectives.gather_objects(most))  # ranks that share a sample must compute alike
+    gpu, _ = _demand(keeping(blocks or numbers[0]), machine)
+    takes = f"kept; {'the run takes' if blocks else f'those of {numbers[0]} need'} {gpu} of {gpu.supply}"
     return keeping(blocks), [f"chosen    activations of the last {blocks} of {layers} blocks {takes}"]
 
 

@@ -350,11 +350,7 @@ class _Planner:
         work, _ = call_bytes(j.student_transformer, j.student_engine, self.latent, j.batch.micro, **how)
         return PhasePeak(
             held | vae,
-            {
-                "teacher": call,
-                "student": gathered | {ACTIVATIONS: Bytes(transient=work)},
-                "decode": decode,
-            },
+            {"teacher": call, "student": gathered | {ACTIVATIONS: Bytes(transient=work)}, "decode": decode},
         )
 
     def _clips(self) -> Parts:

@@ -21,8 +21,7 @@ def teacher_bytes(folder: Folder, placement: Placement, sharers: int) -> Bytes:
     Args:
         sharers: ranks that an engine of stage 3 is divided among.
     """
-    experts = [_expert_bytes(config, placement, sharers) for config in folder.configs.values()]
-    return placement.in_all(experts)
+    return placement.in_all([_expert_bytes(config, placement, sharers) for config in folder.configs.values()])
 
 
 @once_for_each

@@ -125,8 +125,7 @@ def unequal_problems(
 def scheduler_problems(config: components.PartConfig) -> list[str]:
     """List the reason why the scheduler cannot be made of `config`, or not be used."""
     if not scheduler_class(config.values.get("_class_name")):
-        remedy = "Name a scheduler of diffusers: UniPCMultistepScheduler."
-        return [config.problem("_class_name", remedy)]
+        return [config.problem("_class_name", "Name a scheduler of diffusers: UniPCMultistepScheduler.")]
     if problems := _unfit("scheduler", config):
         dynamic = own_settings(config.values).get("use_dynamic_shifting")
         remedy = "A Wan has one shift for all sizes. Write false here, and that shift under `shift`."

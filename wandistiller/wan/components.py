@@ -212,8 +212,7 @@ def image_config(folder: Path) -> dict[str, Any]:
 
 def image_encoder_of(config: dict[str, Any]) -> "transformers.CLIPVisionModel":
     """Make the image encoder that `config` describes, untrained, on the current default device."""
-    config = transformers.CLIPVisionConfig.from_dict(config)
-    return transformers.CLIPVisionModel._from_config(config).eval()
+    return transformers.CLIPVisionModel._from_config(transformers.CLIPVisionConfig.from_dict(config)).eval()
 
 
 def states(encoder: "transformers.UMT5EncoderModel", token_BL: Tensor, mask_BL: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Memory of text encoder and VAE, traced with fake tensors, which take no memory, through our own calls."""
+"""Memory of text encoder and VAE, traced without taking any, through our own calls."""
 
 import math
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from diffusers import AutoencoderKLWan
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from wandistiller.network.activation_memory import Live
+from wandistiller.network.activation_memory import META, FusedAttention, Live
 from wandistiller.network.folder import Need
 from wandistiller.utils.memoize import once_for_each
 from wandistiller.wan.components import decoded, encoded, states, text_encoder_of, vae_of
@@ -70,15 +70,14 @@ def coding(call: str, config: Config, shape: Shape, *, accelerator: bool, tiles:
     weights, work = (_in_tiles if tiles else _coding)(config, part, sample, accelerator)
     taken, made = 4 * math.prod(sample), _result(config, part, sample)
     work = max(work + (batch - 1) * (taken + made), batch * (taken + JOINED * made))
-    on_cpu = int(ON_CPU * work) + (TILES_ON_CPU if tiles else 0)
-    return Need(weights, work if accelerator else on_cpu)
+    return Need(weights, work if accelerator else int(ON_CPU * work) + (TILES_ON_CPU if tiles else 0))
 
 
 @once_for_each
 def _coding(config: Config, part: str, shape: Shape, accelerator: bool) -> Need:
     """Memory of one part of the VAE, which is called for every four frames."""
     calls = shape[2] if part == "decoder" else 1 + (shape[2] - 1) // 4
-    with FakeTensorMode(), torch.no_grad():
+    with META, FusedAttention(), torch.no_grad():
         vae = vae_of(config)
         with shortened(getattr(vae, part), calls), Live(cudnn=accelerator) as live:
             (decoded if part == "decoder" else encoded)(vae, torch.empty(shape))

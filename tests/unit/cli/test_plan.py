@@ -99,6 +99,15 @@ def test_the_simplest_student_json_is_listed_with_each_teacher_json_that_fits(
     assert {*teachers} >= {"replicated", "streamed", "sharded", "files", "streamed_int8", "streamed_nf4"}
 
 
+def test_a_step_with_other_json_files_keeps_activations_too(output: Callable[..., str]) -> None:
+    flags = ("--lora", '{"rank": 16}', "--deepspeed_config", "ds_configs/student/lora_wan_80.json")
+    machine = "--gpus 1 --gpu_memory 80 --host_memory 500 --disk 500 --num_frames 1"
+    text = output(machine, *flags, "--teacher_deepspeed_config", "gpu", wan=SMALL)
+    assert "of the last 30 of 30 blocks kept" in text
+    step = text.partition("a step takes about ")[2].partition(" at ")[0]
+    assert f" {step} a step: student zero0, teacher replicated" in text
+
+
 def test_what_is_auto_is_chosen_as_train_does_and_planned(output: Callable[..., str]) -> None:
     text = output(MACHINE_24, "--teacher_device_strategy", "auto", wan=SMALL)
     assert "chosen    student as given, teacher replicated, micro-batch 1 x 8\n" in text

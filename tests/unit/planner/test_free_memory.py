@@ -44,8 +44,9 @@ def needed(run: Job, machine: Machine, blocks: int) -> float:
 
 
 def test_as_many_blocks_keep_their_activations_as_leave_a_tenth_of_the_memory(published: Path) -> None:
+    """Beside the optimizer 24 GB have room for less than a tenth of the blocks: then none does."""
     kept = []
-    for each in (8, 24, 80):
+    for each in (24, 48, 80):
         machine = gpus(1, each, 128)
         run, (_, line) = with_free_memory(with_adapters(published, machine), machine)
         kept.append(run.student_engine.recompute.checkpoint_but_last)
