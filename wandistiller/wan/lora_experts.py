@@ -53,7 +53,8 @@ def files_of(name: str, side: str = "") -> list[Path]:
     known = [[path / file for file in FILES.values()], adapters_of(path), [path / OF_PEFT]]
     files = next((there for group in known if (there := [f for f in group if f.is_file()])), [])
     if not files and any((path / file).is_file() for file in OF_RUNS):
-        raise ConfigError(f"{name}: is a run of a whole model, not of adapters. Give it as the model.")
+        remedy = "A LoRA is written at the end of its run. Give a run of a whole model as the model."
+        raise ConfigError(f"{name}: is a run without a LoRA. {remedy}")
     if not files:
         require_no_full_model(name)
         files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
