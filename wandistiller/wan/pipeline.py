@@ -103,7 +103,7 @@ def run_problem(path: Path, name: str) -> str | None:
 def _read(folder: Path, name: str, file: str) -> components.PartConfig:
     """Read a file of the pipeline, with the values of keys that are needed and that it may lack."""
     if not (folder / file).is_file():
-        remedy = "Give a complete diffusers Wan pipeline folder, a hub id, or `tiny`."
+        remedy = "Give a complete diffusers Wan folder, a JSON of ComfyUI files, a hub id, or `tiny`."
         raise ConfigError(f"{name}: no file {folder / file}. {remedy}")
     values, part = read_json(folder / file), file.partition("/")[0]
     is_network = part.startswith(("vae", "transformer"))

@@ -76,7 +76,7 @@ def pipe(file: Path, wan: Path) -> None:
 TRAPS = {"loop": circle, "pipe.txt": pipe}
 """Files beside the sound ones."""
 TOO_LONG = "File name too long. Name another"
-NO_WAN = "...Give a complete diffusers Wan pipeline folder, a hub id, or `tiny`."
+NO_WAN = "...Give a complete diffusers Wan folder, a JSON of ComfyUI files, a hub id, or `tiny`."
 NO_DATA = "...no such file or folder. Give a .txt with one prompt a line, a folder of media, a .jsonl"
 PATHS: dict[tuple[str, ...], list[tuple[str, str]]] = {  # keys of the recipe -> values and their messages
     ("student_config", "deepspeed_config", "teacher_deepspeed_config"): [
