@@ -6,7 +6,7 @@ from typing import Any
 from ranks import write_json
 from reading import read_run
 
-from wandistiller.config.identity import write_resolved
+from wandistiller.config.identity import write_settings
 from wandistiller.config.job import Job
 from wandistiller.config.validate import read_job
 from wandistiller.engine.ds_schema import BATCH_KEYS
@@ -54,6 +54,6 @@ def test_the_length_of_a_schedule_follows_from_epochs(tmp_path: Path) -> None:
 
 def test_the_resolved_json_has_the_flags_written_in(tmp_path: Path) -> None:
     first = job(tmp_path, batch_size=4, lr=3e-4, mixed_precision="no")
-    write_resolved(first)
+    write_settings(first)
     again = read_job(read_run(str(first.output / "resolved" / "run.json"), {}), 1)
     assert again.student_engine == first.student_engine and again.run.lr is None
