@@ -76,7 +76,7 @@ def plan_lines(flags: PlanFlags, lines: list[str]) -> None:
             raise ConfigError(f"Nothing fits that could be recommended. {HELPS}.")
         lines += Recommended(recipe.runs, best, written).write(file, machine)
     elif any(stage.short for stage in planned):
-        raise ConfigError("The run does not fit this machine; the last lines of the plan say what does.")
+        raise ConfigError("The run does not fit this machine; the last lines of the plan say what helps.")
 
 
 def _of_run(

@@ -22,7 +22,7 @@ from wandistiller.utils.files import delete_leftovers, lock
 from wandistiller.utils.logging import add_log_file, setup_logging
 
 ELSEWHERE = (
-    "`wandistiller plan` says what takes how much; if the run is for another machine, "
+    "If the run is for another machine, ask `wandistiller plan`: "
     "describe it there (`--gpus`, `--gpu_memory`, `--host_memory`, `--disk`)."
 )
 

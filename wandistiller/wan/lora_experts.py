@@ -53,8 +53,9 @@ def files_of(name: str, side: str = "") -> list[Path]:
     known = [[path / file for file in FILES.values()], adapters_of(path), [path / OF_PEFT]]
     files = next((there for group in known if (there := [f for f in group if f.is_file()])), [])
     if not files and any((path / file).is_file() for file in OF_RUNS):
-        remedy = "A LoRA is written at the end of its run. Give a run of a whole model as the model."
-        raise ConfigError(f"{name}: is a run without a LoRA. {remedy}")
+        words = ["wandistiller", "export", "--adapter", "--checkpoint", name, "--output", "students/lora"]
+        remedy = f"Make one, if it trains adapters: `{shlex.join(words)}`. Give a whole model's as the model."
+        raise ConfigError(f"{name}: is a run or a checkpoint without a LoRA. {remedy}")
     if not files:
         require_no_full_model(name)
         files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
@@ -160,8 +161,7 @@ def sides_of(where: Place, said: Sequence[tuple[Path, str]], networks: int) -> l
     if networks == 1:
         if len(set().union(*of.values())) == 2:
             files = " and ".join(map(str, of))
-            remedy = f"Give the file of one, or write {BOTH}=FILE."
-            text = f"{files} are for two experts, and here is one network. {remedy}"
+            text = f"{files} are for two experts, and here is one network. Give one, or write {BOTH}=FILE."
             raise ConfigError(where.problem(text))
         return [side for _, side in said]
     if unclear := [file for file, experts in of.items() if not experts]:

@@ -95,8 +95,7 @@ def run_problem(path: Path, name: str) -> str | None:
         return f"{name}: is the folder of a run. Give its student: {inside}."
     if (path / "resolved" / "run.json").is_file() or (path / "run_state.json").is_file():
         words = shlex.join(["wandistiller", "export", "--checkpoint", name, "--output", "students/mine"])
-        remedy = f"Export its student and give that: `{words}`."
-        return f"{name}: is a run or a checkpoint, not a pipeline. {remedy}"
+        return f"{name}: is a run or a checkpoint, not a pipeline. Export it, and give that: `{words}`."
     return None
 
 
