@@ -54,7 +54,7 @@ def files_of(name: str, side: str = "") -> list[Path]:
     files = next((there for group in known if (there := [f for f in group if f.is_file()])), [])
     if not files and any((path / file).is_file() for file in OF_RUNS):
         words = ["wandistiller", "export", "--adapter", "--checkpoint", name, "--output", "students/lora"]
-        remedy = f"Make one, if it trains adapters: `{shlex.join(words)}`. Give a whole model's as the model."
+        remedy = f"If it trains adapters, run `{shlex.join(words)}` and give that; else give it as the model."
         raise ConfigError(f"{name}: is a run or a checkpoint without a LoRA. {remedy}")
     if not files:
         require_no_full_model(name)

@@ -161,5 +161,5 @@ def test_one_file_as_a_pipeline_is_refused_with_the_flag_that_takes_it(wan1: Pat
 def test_a_run_without_adapters_is_no_lora(wan1: Path, tmp_path: Path) -> None:
     (tmp_path / "run" / "resolved").mkdir(parents=True)
     (tmp_path / "run" / "resolved" / "run.json").write_text("{}")
-    with pytest.raises(ConfigError, match="without a LoRA. .*export --adapter .*Give a whole model's as the"):
+    with pytest.raises(ConfigError, match="without a LoRA. .*export --adapter .*else give it as the model"):
         read_candidate(str(wan1), [str(tmp_path / "run")])
