@@ -127,16 +127,6 @@ def test_a_run_goes_on_from_the_one_before_sets_the_damaged_aside_mends_its_metr
     assert [line["step"] for line in metrics(cut)] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.slow
-def test_an_earlier_checkpoint_can_be_named_and_newer_ones_are_set_aside(
-    cut: Path, folder: Path, again: dict[str, Any]
-) -> None:
-    trainer_of(again | {"resume": str(saved(cut, 2))}).train()
-    assert equal(trained(cut), trained(folder / "whole"))
-    names = {p.name for p in (cut / "checkpoints").glob("aside_*")}
-    assert names == {"aside_step_00000004", "aside_step_00000006"}
-
-
 def test_a_run_that_is_stopped_before_it_has_gone_on_from_an_earlier_checkpoint_does_so_by_auto(
     cut: Path, again: dict[str, Any]
 ) -> None:

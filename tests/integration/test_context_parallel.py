@@ -12,8 +12,6 @@ from recipes import recipe_file, student_engine
 from slow_cases import slow_but
 from small_wan import make_wan
 
-from wandistiller.utils.files import read_json
-
 FEATURES = ["velocity", {"name": "feature", "weight": 0.5}]
 NARROW = {"init": "random", "num_layers": 2, "attention_head_dim": 16}
 JUDGED = {"name": "dmd2", "steps": 2, "critic_updates": 1, "critic_lr": 2e-3, "gan": 0.03}
@@ -149,16 +147,3 @@ def test_ranks_that_share_sequences_sample_the_files_of_one(folder: Path, wan: P
         pictures = (np.asarray(Image.open(run / file.name), int) for run in (folder / "one", folder / "two"))
         first, second = pictures
         assert np.abs(first - second).max() <= 1
-
-
-@pytest.mark.slow
-def test_ranks_that_share_sequences_evaluate_as_one(folder: Path, wan: Path, whole_run: Path) -> None:
-    words = ["evaluate", "--student", whole_run / "student", "--prompts", folder / "prompts.txt"]
-    words += ["--steps", 2, "--batch", 2, "--num_prompts", 6]
-    wandistiller(*words, "--output", folder / "alone")
-    wandistiller(*words, "--output", folder / "shared", "--context_parallel", 2, ranks=4)
-    alone, shared = (read_json(folder / name / "evaluation.json") for name in ("alone", "shared"))
-    assert shared["prompts"] == alone["prompts"] == 6
-    errors = [found["relative_velocity_error"]["bands"] for found in (shared, alone)]
-    by_rank, by_one = ([band["value"] for band in of_run.values()] for of_run in errors)
-    assert by_rank == pytest.approx(by_one, rel=1e-4)

@@ -70,14 +70,6 @@ def test_the_curve_goes_on_with_one_rank_under_another_stage(on_ranks: Results) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STUDENTS)
-def test_the_curve_goes_on_with_one_rank_instead_of_two(name: str, on_ranks: Results) -> None:
-    found = on_two_ranks(name, "float32", on_ranks)
-    (alone,) = on_ranks(1, f"@{name}_float32_2>{name} float32").values()
-    assert alone["losses"] == rest(found)
-
-
-@pytest.mark.slow
 def test_the_curve_goes_on_with_four_ranks_instead_of_two_or_one(on_ranks: Results) -> None:
     found = on_two_ranks(*OTHER.split(), on_ranks)
     on_ranks(1, BETWEEN)

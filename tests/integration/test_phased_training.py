@@ -14,7 +14,6 @@ from wandistiller.checkpoint import loading
 from wandistiller.config.recipe import recipe_of
 from wandistiller.config.stages import read_jobs
 from wandistiller.experts import Expert
-from wandistiller.network.sampling import few_steps
 from wandistiller.planner.machine import most, this_machine
 from wandistiller.planner.peak_memory import plan
 
@@ -76,14 +75,6 @@ def test_a_resumed_stage_has_the_losses_bit_for_bit(folder: Path, wan2: Path, wh
         middle = whole / name / "checkpoints" / "step_00000001"
         wandistiller("train", "--recipe", written, "--resume", middle, "--output_dir", folder / name)
         assert losses(folder / name) == losses(whole / name)[1:]
-
-
-@pytest.mark.slow
-def test_exits_are_those_of_the_trained_expert(whole: Path) -> None:
-    high, low = ({line["watched"]["exit"] for line in metrics(whole / name)} for name in ("2_high", "3_low"))
-    few = few_steps(SHIFT, 4, 0.875)
-    assert all(few.expert(int(call)) is HIGH for call in high)
-    assert all(few.expert(int(call)) is LOW for call in low)
 
 
 def test_a_plan_counts_one_expert_of_each_role_and_the_finished_one(folder: Path, wan2: Path) -> None:

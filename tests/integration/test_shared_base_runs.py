@@ -162,41 +162,6 @@ def test_no_bit_depends_on_which_blocks_of_weights_that_come_and_go_are_recomput
     assert numbers == numbers[:1] * len(engines)
 
 
-@pytest.mark.parametrize(
-    "objective",
-    slow_but([], ["velocity", "consistency", "dmd2", "carried", "sum"]),
-)
-def test_the_base_comes_to_the_device_as_often_as_planned(
-    folder: Path,
-    wan1: Path,
-    wan2: Path,
-    one_rank: torch.device,
-    objective: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A block or two may be there still when a sweep turns or begins; roll-outs may end early.
-
-    Critic and teacher share a sweep only where both have the weights of one expert.
-    """
-    wan = wan1 if objective == "carried" else wan2
-    engine = student_engine(2, train_micro_batch_size_per_gpu=8)
-    more = {"objective": OBJECTIVES[objective], "deepspeed_config": engine}
-    more |= {
-        "teacher_deepspeed_config": PLACEMENTS["streamed"],
-        "output_dir": str(folder / f"count_{objective}"),
-    }
-    trainer, fetched = trainer_of(recipe(folder, wan, **LORA | more)), []
-    (buffers,) = {source._buffers for source in sources(trainer)}
-    fetch = buffers.fetch
-    monkeypatch.setattr(buffers, "fetch", lambda *args: (fetched.append(args), fetch(*args)))
-    trainer.train_step(0)
-    planned, updates = sum(base_sweeps(trainer.job).values()), len(trainer.job.objective.updates)
-    sweeps = len(fetched) / trainer.job.folder.config.num_layers
-    assert 0.5 * planned <= sweeps <= planned
-    most = {"carried": 3, "sum": 4 + 1 / 3}  # of a sum one more a step, for its target
-    assert planned / updates <= most.get(objective, 4)
-
-
 def test_in_an_update_of_two_networks_the_critic_learns_beside_the_teacher_and_both_go_back_together(
     folder: Path, wan2: Path, one_rank: torch.device
 ) -> None:
@@ -221,24 +186,6 @@ def merged(sweeps: list[tuple[int, set[str]]]) -> list[tuple[int, set[str]]]:
     """The blocks of sweeps, of which the first may be the last one's last."""
     groups = groupby(sweeps, itemgetter(0))
     return [(number, set().union(*(roles for _, roles in of_one))) for number, of_one in groups]
-
-
-@pytest.mark.slow
-def test_the_samples_of_a_step_s_updates_are_held_and_no_more(
-    folder: Path, wan2: Path, one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = student_engine(2, train_micro_batch_size_per_gpu=8)
-    more = {"objective": DMD2, "deepspeed_config": engine}
-    more |= {"teacher_deepspeed_config": PLACEMENTS["streamed"], "output_dir": str(folder / "held")}
-    trainer, held = trainer_of(recipe(folder, wan2, **LORA | more)), []
-    updates, play = trainer.updates, trainer.updates._play
-    monkeypatch.setattr(updates, "_play", lambda *at: (play(*at), held.append(len(updates._sampled)))[0])
-    trainer.train_step(0)
-    assert held == [2, 1, 0]  # beside the one that is played
-
-
-def sources(trainer: Any) -> list[Any]:
-    return [network.module.block_source for network in trainer.student.networks.values()]
 
 
 @pytest.fixture(scope="module")

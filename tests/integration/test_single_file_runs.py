@@ -64,15 +64,3 @@ def test_the_same_command_resumes_and_a_dry_run_fetches_nothing(
     assert "fetch " not in wandistiller("train", "--recipe", file, "--dry_run").stderr
     wandistiller("train", "--recipe", file)
     assert len(losses(run)) == 2
-
-
-@pytest.mark.slow
-def test_pictures_of_files_are_those_of_the_folder(teachers: dict[str, Path | str], tmp_path: Path) -> None:
-    pictures = []
-    for name, teacher in teachers.items():
-        words = ["--prompts", "a red circle", "--steps", 2, "--height", 32, "--width", 32]
-        words += ["--guidance_scale", 2]
-        output = tmp_path / name
-        wandistiller("sample", "--model", str(teacher), *map(str, words), "--output", output)
-        pictures.append(sorted((file.name, file.read_bytes()) for file in output.glob("*.png")))
-    assert pictures[0] and pictures[0] == pictures[1]

@@ -1,4 +1,4 @@
-"""Precisions, checkpoints, resumed runs and stages on simulated GPUs."""
+"""Precisions, checkpoints and resumed runs on simulated GPUs."""
 
 from functools import partial
 from pathlib import Path
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from gpu_runs import numbers, take_texts_of_cpus
 from on_ranks.tuning import places_of_restored_steps
-from ranks import call, metrics, program, wandistiller, write_json
-from recipes import recipe, student_engine, train
+from ranks import call, metrics, program
+from recipes import student_engine, train
 from simulated import Simulated, simulated_gpu
 
 pytestmark = [pytest.mark.simulated, pytest.mark.slow, simulated_gpu]
@@ -60,20 +60,3 @@ def test_torch_s_fused_adam_has_its_restored_count_of_updates_on_the_gpu_where_i
 ) -> None:
     start = partial(program, gpus=Simulated(tmp_path))
     assert call(places_of_restored_steps, ranks=1, start=start) == [["3.0 cuda", "3.0 cpu"]]
-
-
-def test_stages_of_a_recipe_have_the_losses_of_cpus_bitwise(tmp_path: Path, wan2: Path) -> None:
-    stages = [
-        {"name": "match", "max_steps": 2, "ema": 0.5},
-        {"name": "consistency", "max_steps": 2, "objective": {"name": "consistency", "edges": 2}},
-        {"name": "dmd2", "max_steps": 2, "objective": {"name": "dmd2", "steps": 2, "critic_updates": 1}},
-    ]
-    devices, found = Simulated(tmp_path), []
-    for name, accelerator in (("cpu", "cpu"), ("gpu", devices)):
-        given = recipe(tmp_path, wan2, output_dir=str(tmp_path / name), stages=stages)
-        del given["max_steps"]
-        file = write_json(tmp_path / f"{name}.json", given)
-        wandistiller("train", "--recipe", file, accelerator=accelerator)
-        take_texts_of_cpus(wan2, tmp_path / "cache", tmp_path / "cache")
-        found.append([numbers(folder) for folder in sorted((tmp_path / name).glob("?_*"))])
-    assert found[0] == found[1] and len(found[0]) == 3 and devices.reports() == ""

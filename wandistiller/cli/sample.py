@@ -45,12 +45,12 @@ def read_sampling(flags: SampleFlags) -> tuple[Candidate, list[PromptItem], samp
     with collecting(problems):
         model = read_candidate(flags.model, flags.lora or [], flags.strength)
         folder = model.folder
-        facts, trained, usual = model.facts, model.trained, folder.usual
+        facts, usual = model.facts, folder.usual
         settings = sampling.Sampling(
             height=flags.height or facts.height or usual.height,
             width=flags.width or facts.width or usual.width,
             num_frames=flags.num_frames or facts.num_frames or folder.shortest,
-            steps=flags.steps or (trained.steps if trained else sampling.STEPS),
+            steps=flags.steps or (facts.steps if facts.few_steps else sampling.STEPS),
             guidance_scale=flags.guidance_scale,
             guidance_scale_2=flags.guidance_scale_2,
             negative_prompt=flags.negative_prompt,

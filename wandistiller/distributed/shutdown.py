@@ -7,7 +7,6 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from wandistiller.utils import interrupts
@@ -75,7 +74,7 @@ class ShutdownListener:
             threading.Thread(target=self._listen, args=[heard], daemon=True).start()
             for number in SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                    self._handlers[number] = signal.signal(number, _leave_to_the_thread)
+                    self._handlers[number] = signal.signal(number, lambda *_: None)  # the thread has it
 
     def release(self) -> None:
         """Restore the process's own signal handlers and forget all requests: the run has ended."""
@@ -130,10 +129,6 @@ class ShutdownListener:
         for pid, command in self._launchers:
             if _command_line(pid) != command:
                 self.request_stop(f"the end of its launcher (process {pid})")
-
-
-def _leave_to_the_thread(number: int, _: FrameType | None) -> None:
-    """Do nothing: `ShutdownListener._listen` has the signal already."""
 
 
 def _say(text: str) -> None:

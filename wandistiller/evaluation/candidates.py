@@ -39,10 +39,6 @@ class Candidate:
     """The teacher's folder or hub id, where the user says where it is."""
 
     @property
-    def trained(self) -> Facts | None:
-        return self.facts if self.facts.few_steps else None
-
-    @property
     def weights(self) -> str | None:
         """The format of the teacher's weights beside which LoRA files were trained; None: not quantised."""
         return self.facts.teacher_weights if self.added and self.facts.bases else None

@@ -23,7 +23,7 @@ from wandistiller.distributed.sequence_parallel import ALONE, Ranks
 from wandistiller.evaluation.candidates import reader_of
 from wandistiller.evaluation.clip import ENCODERS
 from wandistiller.evaluation.metrics import FEATURES, METRICS, DrawnBatch, Features, Metric
-from wandistiller.evaluation.pipelines import OTHERS, PeakMemory, PlacedPipeline, base_of
+from wandistiller.evaluation.pipelines import PeakMemory, PlacedPipeline, base_of
 from wandistiller.evaluation.sampling import Sampling
 from wandistiller.experts import Expert, expert_at
 from wandistiller.flow import with_noise
@@ -195,13 +195,15 @@ class Evaluator:
         """Sample; store the guided velocities on the samples of its own number of steps."""
         s, memory = self.settings, PeakMemory()
         with memory.running():
-            candidate = self._placed(s.teacher, s.teacher_sampling, s.placement)
+            parts = self._conditions, s.placement, self._vae
+            candidate = PlacedPipeline(s.teacher, s.teacher_sampling, *parts, ranks=self._ranks)
         drawn, self._x0 = self._draw("teacher", candidate, memory, s.teacher_sampling.steps)
         velocity = self._counted("teacher: velocity error", candidate)
         for index, chunk, _ in round_robin(self._batches, self._ranks):
             for band in self._bands:
                 self._targets[index, band] = velocity(self._state(index, chunk, band)).cpu()
-        if self._is_base:
+        is_same = s.student.path == s.teacher.path and not s.teacher.added
+        if is_same and keeps_beside(s.student, s.placement):  # the student is it with LoRA files beside it
             self._base, self._before = candidate.network, memory
         else:
             candidate.close()
@@ -216,7 +218,9 @@ class Evaluator:
             placement = s.placement if base else with_keys(s.placement, weights=None)
             # the text of that prompt is there, and unused without guidance
             sampling = replace(s.student_sampling, negative_prompt=s.teacher_sampling.negative_prompt)
-            candidate = self._placed(s.student, sampling, placement, s.facts, base)
+            # both have the teacher's text encoder and VAE
+            parts = self._conditions, placement, self._vae, s.facts, base
+            candidate = PlacedPipeline(s.student, sampling, *parts, ranks=self._ranks)
         drawn, _ = self._draw("student", candidate, memory, s.student_sampling.steps)
         velocity = self._counted("student: velocity error", candidate)
         for index, chunk, counts in round_robin(self._batches, self._ranks):
@@ -231,25 +235,6 @@ class Evaluator:
                 errors |= dict(zip(chunk, torch.stack(squares, dim=1), strict=True))
         candidate.close()
         return CandidateResult(drawn, memory.peak_gib()), errors
-
-    def _placed(
-        self,
-        folder: Folder,
-        sampling: Sampling,
-        placement: Placement,
-        facts: Facts = OTHERS,
-        base: Teacher | None = None,
-    ) -> PlacedPipeline:
-        """Load a side; both have the teacher's text encoder and VAE."""
-        parts = self._conditions, placement, self._vae, facts, base
-        return PlacedPipeline(folder, sampling, *parts, ranks=self._ranks)
-
-    @property
-    def _is_base(self) -> bool:
-        """True if the student is the teacher's weights with LoRA files beside them."""
-        s = self.settings
-        is_same = s.student.path == s.teacher.path and not s.teacher.added
-        return is_same and keeps_beside(s.student, s.placement)
 
     def _counted(self, name: str, candidate: PlacedPipeline) -> Callable[[State], Tensor]:
         """Return the candidate's velocity, whose calls on the samples of all batches a bar counts."""

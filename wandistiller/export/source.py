@@ -125,8 +125,8 @@ class Source(NamedTuple):
     def _beside_adapters(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Yield name and value of all other weights, float32: the teacher's, or the checkpoint's."""
         if not self.facts.bases:
-            for parameter, value in loading.read_weights(self.folder, Expert(name), self.facts.averaged):
-                if not (is_adapter(parameter) or parameter.startswith(PROJECTIONS)):
+            for parameter, value in self.weights(name):
+                if not is_adapter(parameter):
                     yield parameter.replace(BASE_LAYER, "."), value
             return
         reader = self.base_teacher().reader(self.base(name))

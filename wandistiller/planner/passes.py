@@ -199,15 +199,11 @@ def _play(
         kinds = (Counter(q.role for q in asked if isinstance(q, kind)) for kind in (Ask, Slope, Learn))
         rounds.append(Round(*kinds))
         guided += sum(q.guided for q in asked if isinstance(q, Ask) and q.role == TEACHER)
-        play.answer([*map(_zero, asked)])
+        zeros = [torch.zeros_like(q.state.x_t_BCFHW) for q in asked]
+        predicted = [Prediction(v, _Features({0: torch.zeros(1, 1, 1)})) for v in zeros]
+        answers = zip(asked, zeros, predicted, strict=True)
+        play.answer([v if isinstance(q, Slope) else p for q, v, p in answers])
     first = next(number for number, each in enumerate(rounds) if each.learned)
     sampled = next(number for number, each in enumerate(rounds) if each != OF_SAMPLING)
     made = ScriptPasses(sampled, rounds[sampled:first], rounds[first:], guided)
     return made, play.result[role].carried_BCFHW
-
-
-def _zero(question: Ask | Slope | Learn) -> Prediction | Tensor:
-    v_BCFHW = torch.zeros_like(question.state.x_t_BCFHW)
-    return (
-        v_BCFHW if isinstance(question, Slope) else Prediction(v_BCFHW, _Features({0: torch.zeros(1, 1, 1)}))
-    )

@@ -23,7 +23,6 @@ from wandistiller.engine.workarounds import (
     reset_adam_step_cache,
     share_adam_s_time,
     skip_nonfinite_steps,
-    uncount_skipped_step,
     wait_seldom,
     without_dummy_step,
     without_empty_buckets,
@@ -119,11 +118,6 @@ class Learner:
     def lost_update(self, expert: Expert) -> bool:
         """Return whether the last step changed nothing, except by a float16 loss scale, which adapts."""
         return not (self.engine(expert).was_step_applied() or self._may_lower_scale)
-
-    def forget_skipped_step(self, expert: Expert) -> None:
-        """Uncount the step that the expert's engine has just skipped, if it did."""
-        if not self.engine(expert).was_step_applied():
-            uncount_skipped_step(self.engine(expert))
 
     def advance_schedules(self, expert: Expert) -> None:
         """Advance the learning rates of the engines that made no update in a step of `expert`."""

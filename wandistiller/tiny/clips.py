@@ -82,14 +82,13 @@ class ClipScene(Described):
     templates = TEMPLATES
     motion: str
 
-    @property
-    def can_be_seen(self) -> bool:
-        """True if shape and background differ, and the motion shows."""
-        return self.colour != self.background and (self.shape, self.motion) != ("circle", "turning")
-
 
 _SCENES = (ClipScene(*names) for names in product(*ATTRIBUTES.values()))
-SPECS = {str(scene): scene for scene in _SCENES if scene.can_be_seen}
+SPECS = {
+    str(scene): scene
+    for scene in _SCENES
+    if scene.colour != scene.background and (scene.shape, scene.motion) != ("circle", "turning")
+}
 """All 930 scenes by canonical prompt, in a fixed order."""
 SEEN, HELD_OUT = divided(SPECS)
 """The 837 canonical prompts of training, and the 93 that are in no training stage."""

@@ -162,9 +162,7 @@ def build_student(builder: NetworkBuilder) -> Learner:
     learning = builder.networks(STUDENT)
     others = builder.networks(STUDENT, learns=False)
     if job.resume_from:
-        loading.load_frozen(_trained(others), job.resume_from)
-    if job.resume_from and not bases:
-        loading.load_frozen(_trained(learning), job.resume_from)
+        loading.load_frozen(_trained(others if bases else others | learning), job.resume_from)
     checkpointer.keep_frozen(_trained(learning | others), job.output, job.resume_from, adapters_alone=bases)
     name_run(job.output, job.student_engine, goes_on=job.resume_from is not None)
     called = {e: network for e, network in others.items() if job.networks.student[e].is_called}

@@ -11,6 +11,7 @@ from wandistiller.batch import STUDENT
 from wandistiller.config.job import Job
 from wandistiller.data.cached_dataset import MicroBatches
 from wandistiller.distributed import collectives
+from wandistiller.engine.workarounds import uncount_skipped_step
 from wandistiller.monitoring.metrics import finite_or_none
 from wandistiller.student.learner import Learner
 from wandistiller.training.step_result import MicroStepResult
@@ -125,9 +126,11 @@ class NonFiniteHandler:
         """
         run, output, objective = self._job.run, self._job.output, self._job.objective
         experts = {role: result.expert for role, result in micro_steps[-1].items()}
-        learned = any(self._learners[r].engine(e).was_step_applied() for r, e in experts.items())
-        for role, expert in experts.items():
-            self._learners[role].forget_skipped_step(expert)
+        engines = [self._learners[role].engine(expert) for role, expert in experts.items()]
+        learned = any(engine.was_step_applied() for engine in engines)
+        for engine in engines:
+            if not engine.was_step_applied():
+                uncount_skipped_step(engine)
         reports = [r for micro, m in enumerate(micro_steps) for r in self._describe(number, micro, m)]
         is_first = self._learners[STUDENT].ranks.place == 0  # of those that share samples
         of_ranks = collectives.gather_objects(reports if is_first else [])

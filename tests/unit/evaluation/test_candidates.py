@@ -57,7 +57,7 @@ def test_a_folder_of_two_files_for_diffusers_is_added_file_by_expert_with_its_fa
     for words in ([str(tmp_path / "ours")], [str(file) for file in files]):
         candidate = read_candidate(str(wan2), words)
         torch.testing.assert_close(changes(candidate.folder), wanted)
-        assert candidate.trained and candidate.trained.steps == 2
+        assert candidate.facts.few_steps and candidate.facts.steps == 2
 
 
 def test_two_styles_are_added_to_both_experts(wan2: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""dmd2 whose student is a flow map: samples of three jumps at most; the exact map of a Gaussian."""
+"""dmd2 whose student is a flow map: samples of three jumps at most."""
 
 from dataclasses import replace
 
@@ -100,31 +100,6 @@ def test_the_gradient_reaches_the_jump_that_learns_by_its_length_alone() -> None
         (slope_BCFHW,) = torch.autograd.grad(loss.rows_TB.sum(), v_BCFHW)
         mean = loss.numbers["gradient"] / slope_BCFHW[0].numel()  # of |g| over a sample's elements
         torch.testing.assert_close(slope_BCFHW.abs().flatten(1).mean(1), (t - r) * mean, rtol=1e-4, atol=0)
-
-
-def test_a_gaussian_s_map_becomes_the_teacher_s() -> None:
-    """The critic is exact; then the gradient is 0 where the samples are the teacher's."""
-    learnable = [torch.tensor(value, requires_grad=True) for value in (MEAN, DEVIATION)]
-    optimizer = torch.optim.Adam(learnable, lr=0.02)
-    for update in range(200):
-        of_now = [value.item() for value in learnable]
-
-        def of_student(ask: Ask, of_now: list[float] = of_now) -> Prediction:
-            return Prediction(mapped(ask.state, *of_now))
-
-        states = TERM.draw(STUDENT, source(FOUR), update, 0)
-        states = played(TERM.roll_out(STUDENT, states, FOUR), of_student)
-        networks = {
-            STUDENT: of_student,
-            TEACHER: lambda ask: Prediction(OF_TEACHER(ask.state)),
-            CRITIC: lambda ask, of_now=of_now: Prediction(gaussian(*of_now)(ask.state)),
-        }
-        script = TERM.script(STUDENT, states, FOUR)
-        losses = answered(script, networks, lambda state: Prediction(mapped(state, *learnable)))
-        optimizer.zero_grad()
-        losses[STUDENT].rows_TB.mean().backward()
-        optimizer.step()
-    assert [value.item() for value in learnable] == pytest.approx([0.5, 0.3], abs=0.02)
 
 
 def test_samples_that_go_on_pass_the_levels_of_its_steps_in_turn() -> None:

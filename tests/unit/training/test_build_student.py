@@ -10,7 +10,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from networks import network_of
-from reading import read_run
 from recipes import SHARDED, recipe, train
 from slow_cases import slow_but
 from small_wan import small_transformer
@@ -204,12 +203,6 @@ def test_a_resumed_run_keeps_its_layers(folder: Path, wan2: Path, alone: Path) -
     begun(folder, wan2, "alone", 1, REPLICATED, steps=2)
     assert (alone / "lineage.json").read_text() == before
     assert len((alone / "metrics.jsonl").read_text().splitlines()) == 2
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_from_its_own_resolved_recipe(alone: Path) -> None:
-    job = read_job(read_run(str(alone / "resolved" / "run.json"), {}), 1)
-    assert job.resume_from
 
 
 def start_of(folder: Path, wan: Path, **more: Any) -> tuple[int, dict[str, Any]]:

@@ -117,14 +117,15 @@ class LoraFormat(ExportFormat):
             adapter._replace(state={name: value.to(self.dtype) for name, value in adapter.state.items()})
             for adapter in self._adapters(source)
         ]
-        state_of = _diffusers_state if source.facts.is_flow_map else comfy_state
         ranks = ranks_in_words(experts, [f"Rank {a.rank}{a.note}" for a in adapters])
         with replaced(target) as folder:
             if comfy:
                 about = "Wan/lora", source.description, source.published
                 with ExitStack() as together:
                     for file, adapter in zip(files, adapters, strict=True):
-                        write_file(file, state_of(adapter), *about, together)
+                        plain = {f"transformer.{name}": value for name, value in adapter.state.items()}
+                        state = plain if source.facts.is_flow_map else comfy_state(adapter)
+                        write_file(file, state, *about, together)
             else:
                 files = [Path(FILES[Expert(name)]) for name in experts]
                 for file, adapter in zip(files, adapters, strict=True):
@@ -264,10 +265,6 @@ def _with_second_time(adapter: Adapter, second_time: dict[str, Tensor]) -> Adapt
     for layer, (a, b) in _changes(adapter).items():
         state |= {layer + A: a.contiguous(), layer + B: b}
     return Adapter(state, adapter.rank, adapter.rank, note=adapter.note)
-
-
-def _diffusers_state(adapter: Adapter) -> dict[str, Tensor]:
-    return {f"transformer.{name}": value for name, value in adapter.state.items()}
 
 
 def comfy_state(adapter: Adapter) -> dict[str, Tensor]:
