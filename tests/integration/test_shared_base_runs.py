@@ -162,6 +162,28 @@ def test_no_bit_depends_on_which_blocks_of_weights_that_come_and_go_are_recomput
     assert numbers == numbers[:1] * len(engines)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["velocity", "consistency", "dmd2", "carried", "sum"])
+def test_the_base_comes_to_the_device_as_often_as_planned(
+    folder: Path, wan1: Path, wan2: Path, one_rank: torch.device, objective: str
+) -> None:
+    """A block or two may be there still when a sweep turns or begins; roll-outs may end early."""
+    engine, output = student_engine(2, train_micro_batch_size_per_gpu=8), str(folder / f"count_{objective}")
+    more = {"objective": OBJECTIVES[objective], "teacher_deepspeed_config": PLACEMENTS["streamed"]}
+    more |= {"deepspeed_config": engine, "output_dir": output}
+    trainer = trainer_of(recipe(folder, wan1 if objective == "carried" else wan2, **LORA | more))
+    networks = trainer.student.networks.values()
+    (buffers,) = {network.module.block_source._buffers for network in networks}
+    fetch, fetched = buffers.fetch, []
+    buffers.fetch = lambda *args: (fetched.append(args), fetch(*args))
+    trainer.train_step(0)
+    planned, sweeps = (
+        sum(base_sweeps(trainer.job).values()),
+        len(fetched) / trainer.job.folder.config.num_layers,
+    )
+    assert 0.5 * planned <= sweeps <= planned
+
+
 def test_in_an_update_of_two_networks_the_critic_learns_beside_the_teacher_and_both_go_back_together(
     folder: Path, wan2: Path, one_rank: torch.device
 ) -> None:

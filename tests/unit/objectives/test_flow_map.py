@@ -145,9 +145,8 @@ def test_it_is_not_summed_with_what_leads_elsewhere() -> None:
 
 def test_with_noise_alone_a_state_has_no_end() -> None:
     batch = noised(2)
-    made = with_noise(
-        batch.x0_BCFHW, batch.conditioning, batch.expert, [0.5, 0.5], [(0, "n", 0), (0, "n", 1)]
-    )
+    keys = [(0, "n", 0), (0, "n", 1)]
+    made = with_noise(batch.x0_BCFHW, batch.conditioning, batch.expert, [0.5, 0.5], keys)
     assert made.end_B is None and len(made.tensors()) + 1 == len(batch.tensors())
     again = batch.with_tensors([t + 1 for t in batch.tensors()])
     assert torch.equal(again.end_B, batch.end_B + 1)

@@ -31,6 +31,7 @@ X0 = torch.zeros(1, 4, 1, 4, 4)
 def _forgotten() -> Iterator[None]:
     yield
     stopping.release()
+    current.phase = "start"
 
 
 class Calls:
