@@ -97,7 +97,7 @@ def _of_run(
     text, short = report(placed, with_disk(job, False), Times(placed, machine, rates), here, price)
     room = with_disk(job, True)
     fits = [*choices(job, room, here=here, by_teacher=True)]
-    lines += [*text, "", FITTING if fits else "no settings fit"]
+    lines += [*text, "", FITTING if fits else "no settings fit here"]
     for choice in fits:
         changes = choice.job.teacher.weights not in (None, job.teacher.weights)
         step = duration(Times(with_free_memory(choice.job, room)[0], machine, rates).step())

@@ -86,7 +86,7 @@ class TensorCache:
         if lost := self.missing_keys(keys):
             raise StorageError(
                 f"{self._folder}: {len(lost)} of {len(keys)} entries are gone since they were written, or "
-                "cannot be read. Start again; they are made again."
+                "cannot be read. The same command makes them again."
             )
 
     def _scan(self, requested: dict[str, None]) -> dict[str, Path]:

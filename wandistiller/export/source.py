@@ -101,7 +101,7 @@ class Source(NamedTuple):
         return network.prepare(Trained(lora=self.facts.lora), begin).module
 
     def fill_adapters(self, name: str, model: nn.Module) -> None:
-        known = dict(model.named_parameters())  # without a second time that the next stage has not
+        known = dict(model.named_parameters())  # without a second time that the next stage does not have
         for parameter, value in loading.read_weights(self.folder, Expert(name), self.facts.averaged):
             if is_adapter(parameter) and parameter in known:
                 known[parameter].data.copy_(value)

@@ -104,7 +104,7 @@ def choose(placement: Placement, drawing: Drawing) -> tuple[Placement, int]:
     best = min(tried, key=lambda choice: choice.over)
     if best.over > 0:
         free = " and ".join(need.supply for need in best.needs)
-        text = f"memory may be short; free are {free}. {HELPS}."
+        text = f"memory may be short; available: {free}. {HELPS}."
         collectives.log0("warning   %s", text, level=logging.WARNING)
     if is_open or best.batch < drawing.batch or best.over > 0:
         collectives.log0("placed    %s", best)
