@@ -59,7 +59,7 @@ def test_planned_activations_of_all_or_a_part_of_the_tokens_are_the_measured_pea
         use_kernels(model, Kernels())
     measured = peak_bytes(lambda: predict(model).square().mean().backward())
     # oneDNN multiplies bf16 in float32 where the CPU cannot, and takes copies
-    assert planned == pytest.approx(measured, rel=0.03 if dtype == "float32" else 0.12)
+    assert planned == pytest.approx(measured, rel=0.04 if dtype == "float32" else 0.12)
 
 
 @pytest.mark.parametrize("blocks", slow_but([4], [0, 1, 4, 6]))
