@@ -49,7 +49,7 @@ CLASSES = {
 
 def part_problems(part: str, config: components.PartConfig) -> list[str]:
     """List the reasons why a transformer, VAE or text encoder of Wan cannot be made of `config`."""
-    numbers = NUMBERS | ({"patch_size": Patch} if part == "transformer" else {})
+    numbers = NUMBERS | {"patch_size": Patch if part == "transformer" else Size | None}
     where, values = config.where, config.values
     problems = value_problems(where, values, numbers) + components.refused_keys(where, values)
     key, classes = CLASSES[part]
