@@ -65,7 +65,6 @@ class FusedTraffic:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.kernels = self.total = 0
         monkeypatch.setattr(GraphLowering, "compile_to_module", lambda graph: self._count(graph))
-        monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
 
     def _count(self, graph: GraphLowering) -> SimpleNamespace:
         graph.codegen()
