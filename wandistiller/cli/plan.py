@@ -15,7 +15,7 @@ from wandistiller.planner.compiling import with_kernels
 from wandistiller.planner.disk import on_its_disk, swap_folder
 from wandistiller.planner.free_memory import with_free_memory
 from wandistiller.planner.machine import Machine, this_machine
-from wandistiller.planner.resolve_auto import HELPS, choices, chosen, left_open
+from wandistiller.planner.resolve_auto import choices, chosen, helps, left_open
 from wandistiller.planner.time import Rates, Times, usual_rates
 from wandistiller.utils.errors import ConfigError, folder_problems, problem
 from wandistiller.utils.files import read_json
@@ -73,7 +73,7 @@ def plan_lines(flags: PlanFlags, lines: list[str]) -> None:
     lines += verdict(planned)
     if file := flags.recommend:
         if len(best) < len(planned):
-            raise ConfigError(f"Nothing fits that could be recommended. {HELPS}.")
+            raise ConfigError(f"Nothing fits that could be recommended. {helps(jobs[0])}.")
         lines += Recommended(recipe.runs, best, written).write(file, machine)
     elif any(stage.short for stage in planned):
         raise ConfigError("The run does not fit this machine; the last lines of the plan say what helps.")
