@@ -354,8 +354,6 @@ def chosen(job: Job, machine: Machine, here: bool = False) -> Choice:
 
 def helps(job: Job) -> str:
     """Say what makes room for a run where no JSON does."""
-    smaller = "" if job.run.lora else "adapters (`--lora`) or a smaller student, "
-    return (
-        f"What helps: {smaller}fewer frames, several GPUs for each sample (`--context_parallel`), "
-        "`--prepare_batch 1`, more GPUs or nodes, more CPU memory, a larger disk for the swap folder"
-    )
+    text = "What helps: " if job.run.lora else "What helps: adapters (`--lora`) or a smaller student, "
+    text += "fewer frames, several GPUs for each sample (`--context_parallel`), `--prepare_batch 1`, more"
+    return text + " GPUs or nodes, more CPU memory, a larger disk for the swap folder"
