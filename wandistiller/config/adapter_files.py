@@ -23,7 +23,8 @@ def start_bases(job: Job) -> dict[Expert, Expert]:
 
 def named_files(run: RunConfig) -> list[AddedLora]:
     """Return what `lora.start` names; raises ConfigError with every file that is not here."""
-    added = added_lora.read_added("recipe", "lora.start", (run.lora or {}).get("start") or [])
+    start = (run.lora or {}).get("start")
+    added = [] if start is None else added_lora.read_added("recipe", "lora.start", start)
     require_files(file.file for file in added)
     return added
 
