@@ -125,7 +125,7 @@ def _whole_run(job: Job, machine: Machine, times: Times, price: float | None) ->
     """Estimates of the time and cost of all steps and of the rollouts, and the data they need."""
     run, rollouts = job.run, times.rollouts()
     samples, available = job.updates * job.batch.total, job.epoch
-    whole = f"the whole run: about {duration(times.steps())} for {run.max_steps} steps"
+    whole = f"in all: about {duration(times.steps())} for {run.max_steps} steps"
     if rollouts:
         whole += f", and {duration(rollouts)} for the teacher's rollouts if the cache is empty"
     lines = [

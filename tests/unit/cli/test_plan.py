@@ -40,7 +40,7 @@ def test_hours_prompts_and_cost_of_the_whole_run_follow_from_a_step(output: Call
     flags = "--price_per_gpu_hour 2.5 --max_steps 36000 --rollouts_per_prompt 2".split()
     machine = "--gpus 2 --gpu_memory 80 --host_memory 500 --disk 1000"
     text = output(machine, *flags, wan=SMALL)
-    before = "a step takes about ", "the whole run: about ", "36000 steps, and "
+    before = "a step takes about ", "\nin all: about ", "36000 steps, and "
     step, steps, rollouts = (in_seconds(text.partition(words)[2]) for words in before)
     assert steps == pytest.approx(36_000 * step, rel=0.05)  # of two digits
     assert "trains on 576000 samples; the data have 16, so each is seen 36000 times" in text
