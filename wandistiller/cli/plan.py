@@ -12,7 +12,7 @@ from wandistiller.distributed import collectives
 from wandistiller.distributed.device import count as number_of_gpus
 from wandistiller.distributed.device import emulates_bf16
 from wandistiller.planner.compiling import with_kernels
-from wandistiller.planner.disk import on_its_disk, swap_folder
+from wandistiller.planner.disk import fetch_problems, on_its_disk, swap_folder
 from wandistiller.planner.free_memory import with_free_memory
 from wandistiller.planner.machine import Machine, this_machine
 from wandistiller.planner.resolve_auto import choices, chosen, helps, left_open
@@ -57,6 +57,7 @@ def plan_lines(flags: PlanFlags, lines: list[str]) -> None:
     settings = defaults | flags.settings | {"resume": "never"}
     recipe = recipe_of(values, settings, flags.recipe)
     jobs = read_jobs(recipe, machine.ranks, here=here, emulated=emulates_bf16() if here else None)
+    fetch_problems(jobs[0])  # says what the run will fetch
     rates, price = usual_rates(machine), flags.price_per_gpu_hour
     written, planned, total = values | flags.settings, [], 0.0
     for job in jobs:

@@ -133,7 +133,6 @@ def _whole_run(job: Job, machine: Machine, times: Times, price: float | None) ->
         "not counted: encoding, measurements, pictures, what ranks send each other",
         f"it trains on {samples} samples; the data have {available}, "
         f"so each is seen {round(samples / available, 2):g} times",
-        f"with {-(-samples // run.rollouts_per_prompt)} prompts each would be seen once",
     ]
     if price is not None:
         lines.append(f"it costs about {cost(times.whole(), machine, price)}")
