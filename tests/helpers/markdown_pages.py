@@ -69,9 +69,7 @@ def table_rows(page: str, first_cell: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-VIDEOS = {
-    row[1].strip("`").removesuffix(".json"): row for row in table_rows("ds_configs/README.md", "81 frames")
-}
+VIDEOS = {row[1].strip("`").removesuffix(".json"): row for row in table_rows("docs/video.md", "81 frames")}
 """Rows of the recipes for video, by recipe."""
 
 

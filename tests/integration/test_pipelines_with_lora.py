@@ -55,6 +55,10 @@ def test_a_run_of_the_whole_teacher_s_adapters_ends_with_their_file_alone(run: P
     assert json.loads((run / "DONE").read_text())["student"] == str(run)
 
 
+def test_a_run_with_a_lora_names_an_evaluation_of_few_of_its_prompts(run: Path) -> None:
+    assert " --num_prompts 16 --quick\n" in (run / "logs" / "rank_0.log").read_text()
+
+
 def test_sampling_a_run_is_sampling_its_teacher_with_its_file_bitwise(
     folder: Path, run: Path, wan1: Path
 ) -> None:

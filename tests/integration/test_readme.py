@@ -35,6 +35,8 @@ SIXTY_WORDS = "prompt {} of sixty words" + " such as people write of a scene" * 
 PLANS = unique({"plan"})
 RECOMMENDING = [c for c in PLANS if "--recommend" in c.words]
 RECOMMENDED = {c.value("--recommend") for c in RECOMMENDING}
+OF_MACHINES = {c.ours[:3]: c.ours[3:] for page in ("README.md", "docs/student.md") for c in commands(page)}
+"""The lines of the rows of the README's table."""
 DRY = [c for c in unique({"train", "prepare"}) if c.value("--recipe") not in RECOMMENDED]
 QUICK = "deepspeed --module wandistiller train --recipe ds_configs/recipes/quickstart.json"
 OF_PLACEMENTS = [
@@ -156,9 +158,9 @@ def test_a_row_of_the_readme_is_what_plan_prints(row: list[str], capsys: pytest.
     machine, wan, makes, device, host, disk, hours, _ = row
     (count, each), (of_run, of_host) = re.findall(r"\d+", machine), host.split(" of ")
     recipe = f"ds_configs/machines/{recipe_of(row)}.json"
-    lines = {c.ours[:3] for page in ("README.md", "docs/student.md") for c in commands(page)}
-    assert {("plan", "--recipe", recipe), ("train", "--recipe", recipe)} <= lines
-    printed = planned(recipe, machine_of(count, each, of_host), capsys)
+    words = [*OF_MACHINES["plan", "--recipe", recipe]]
+    assert words[:6] == machine_of(count, each, of_host)[:6] and ("train", "--recipe", recipe) in OF_MACHINES
+    printed = planned(recipe, words, capsys)
     fits = [float(gib) for gib in re.findall(r"^fits: ([\d.]+) of", printed, re.MULTILINE)]
     assert "NOT fit" not in printed and re.search(wan.replace(" ", ".*"), read_json(recipe)["teacher_path"])
     assert [f"{max(fits[kind::3]):.0f}" for kind in (0, 1)] == [device, of_run]
@@ -171,6 +173,13 @@ def test_a_row_of_the_readme_is_what_plan_prints(row: list[str], capsys: pytest.
     if student := re.search(r"student of ([\d.]+)B", makes):
         parameters = float(re.search(r"^student +([\d.]+)M", printed, re.MULTILINE)[1])
         assert f"{parameters / 1000:.1f}" == student[1]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("many_prompts", "quiet_logging")
+@pytest.mark.parametrize("line", [c.ours for c in PLANS if c.ours[:3] not in OF_MACHINES], ids=str)
+def test_a_plan_of_another_page_fits_the_machine_in_its_line(line: tuple[str, ...]) -> None:
+    assert main([*line]) == 0
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from wandistiller.monitoring.headline import Evaluated
 from wandistiller.network.folder import Folder
 from wandistiller.planner.sampling import Drawing, choose, read_placed
 from wandistiller.utils.errors import ConfigError, collecting, folder_problems, inside_problems, readable
-from wandistiller.wan.added_lora import read_recorded
+from wandistiller.wan.added_lora import each_file, read_added
 from wandistiller.wan.defaults import WAN_NEGATIVE_PROMPT
 from wandistiller.wan.pipeline import open_wan
 
@@ -121,7 +121,7 @@ def read_evaluation(flags: EvaluateFlags, world: int) -> Evaluation:
 
 def _as_trained(teacher: Folder, facts: Facts, where: str) -> Folder:
     """Return the teacher with the LoRA files that it had in training; raises ConfigError without them."""
-    teacher = teacher.with_loras(read_recorded(where, facts.teacher_lora))
+    teacher = teacher.with_loras(each_file(read_added(where, "teacher_lora", facts.teacher_lora or [])))
     for added, digest in zip(teacher.added, facts.teacher_lora_digests or (), strict=False):
         if added.digest != digest:
             text = "was added to the teacher, and is not as it was when the student was trained"

@@ -12,10 +12,10 @@ from wandistiller.distributed import collectives
 from wandistiller.distributed.device import count as number_of_gpus
 from wandistiller.distributed.device import emulates_bf16
 from wandistiller.planner.compiling import with_kernels
-from wandistiller.planner.disk import on_its_disk, swap_folder
+from wandistiller.planner.disk import fetch_problems, on_its_disk, swap_folder
 from wandistiller.planner.free_memory import with_free_memory
 from wandistiller.planner.machine import Machine, this_machine
-from wandistiller.planner.resolve_auto import HELPS, choices, chosen, left_open
+from wandistiller.planner.resolve_auto import choices, chosen, helps, left_open
 from wandistiller.planner.time import Rates, Times, usual_rates
 from wandistiller.utils.errors import ConfigError, folder_problems, problem
 from wandistiller.utils.files import read_json
@@ -57,6 +57,7 @@ def plan_lines(flags: PlanFlags, lines: list[str]) -> None:
     settings = defaults | flags.settings | {"resume": "never"}
     recipe = recipe_of(values, settings, flags.recipe)
     jobs = read_jobs(recipe, machine.ranks, here=here, emulated=emulates_bf16() if here else None)
+    fetch_problems(jobs[0])  # says what the run will fetch
     rates, price = usual_rates(machine), flags.price_per_gpu_hour
     written, planned, total = values | flags.settings, [], 0.0
     for job in jobs:
@@ -73,7 +74,7 @@ def plan_lines(flags: PlanFlags, lines: list[str]) -> None:
     lines += verdict(planned)
     if file := flags.recommend:
         if len(best) < len(planned):
-            raise ConfigError(f"Nothing fits that could be recommended. {HELPS}.")
+            raise ConfigError(f"Nothing fits that could be recommended. {helps(jobs[0])}.")
         lines += Recommended(recipe.runs, best, written).write(file, machine)
     elif any(stage.short for stage in planned):
         raise ConfigError("The run does not fit this machine; the last lines of the plan say what helps.")

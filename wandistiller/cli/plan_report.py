@@ -19,8 +19,8 @@ from wandistiller.engine.ds_overrides import OVERRIDES
 from wandistiller.planner.disk import DiskUse, disk_demands, written
 from wandistiller.planner.machine import Demand, Machine, PhasePeak, demands, moments, most
 from wandistiller.planner.passes import base_sweeps
-from wandistiller.planner.peak_memory import activations, plan
-from wandistiller.planner.resolve_auto import HELPS, Choice, choices
+from wandistiller.planner.peak_memory import plan
+from wandistiller.planner.resolve_auto import Choice, choices, helps
 from wandistiller.planner.teacher_memory import teacher_bytes
 from wandistiller.planner.time import Times
 from wandistiller.utils.files import write_json
@@ -60,8 +60,6 @@ def report(
     swapped = m.ranks_on_node * most(phases).disk
     disks = disk_demands(job, m, swapped) if here else [disk._replace(need=swapped + files.whole)]
     needed = [demand for demand in (*memory, *disks) if demand.need]
-    recomputed, stored = (f"{n / GIB:.2f} GiB" for n in activations(job, machine))
-    as_said, recomputes = " (as its JSON says)", bool(job.student_engine.recompute)
     lines = [
         f"machine   {m.ranks // m.ranks_on_node} node(s), each with {gpus}, "
         f"{m.host_free / GIB:.0f} GiB of CPU memory, {m.disk_free / GIB:.0f} GiB of disk; {m.ranks} rank(s)",
@@ -69,8 +67,6 @@ def report(
         *(precision_lines(job) if here else []),
         "",
         *_table(phases, machine),
-        f"student's activations: {recomputed} with gradient checkpointing{as_said * recomputes}, "
-        f"{stored} without{as_said * (not recomputes)}",
         f"files on disk: {files}",
         "",
         *_step(job, times),
@@ -129,7 +125,7 @@ def _whole_run(job: Job, machine: Machine, times: Times, price: float | None) ->
     """Estimates of the time and cost of all steps and of the rollouts, and the data they need."""
     run, rollouts = job.run, times.rollouts()
     samples, available = job.updates * job.batch.total, job.epoch
-    whole = f"the whole run: about {duration(times.steps())} for {run.max_steps} steps"
+    whole = f"in all: about {duration(times.steps())} for {run.max_steps} steps"
     if rollouts:
         whole += f", and {duration(rollouts)} for the teacher's rollouts if the cache is empty"
     lines = [
@@ -137,7 +133,6 @@ def _whole_run(job: Job, machine: Machine, times: Times, price: float | None) ->
         "not counted: encoding, measurements, pictures, what ranks send each other",
         f"it trains on {samples} samples; the data have {available}, "
         f"so each is seen {round(samples / available, 2):g} times",
-        f"with {-(-samples // run.rollouts_per_prompt)} prompts each would be seen once",
     ]
     if price is not None:
         lines.append(f"it costs about {cost(times.whole(), machine, price)}")
@@ -206,10 +201,13 @@ def verdict(planned: list[Planned]) -> list[str]:
     if not names:
         return [f"verdict: {f'all {len(planned)} stages fit' if len(planned) > 1 else 'it fits'}"]
     lines = [f"verdict: it does NOT fit{': stage ' * bool(names[0])}{', '.join(names)}"]
+    of_disk = ["disk" in demand.where for stage in planned for demand in stage.short]
+    if all(of_disk):
+        return [*lines, "it fits with more free disk"]
     if fitting := _fitting_flags(planned):
-        return [*lines, "it fits with", f"  {fitting}"]
-    lines.append(f"no settings fit here. {HELPS}")
+        return [*lines, f"it fits with{' more free disk and' * any(of_disk)}", f"  {fitting}"]
     job = planned[0].job
+    lines.append(f"no settings fit here. {helps(job)}")
     if job.run.lora is None:
         recipe = LORAS[len(job.folder.configs) == 2, job.folder.config.takes_image]
         lines.append(f"a LoRA needs least: wandistiller plan --recipe ds_configs/machines/{recipe}.json")

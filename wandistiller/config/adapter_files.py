@@ -4,13 +4,14 @@ import json
 
 from wandistiller.config.job import Job
 from wandistiller.config.networks import without_start
+from wandistiller.config.run_config import RunConfig
 from wandistiller.experts import Expert
 from wandistiller.network.adapters import Lora, LowRank, target_layers
 from wandistiller.network.weight_reader import WeightReader
 from wandistiller.utils.errors import RECIPE, ConfigError, Place, Problem
 from wandistiller.wan import added_lora
 from wandistiller.wan.added_lora import AddedLora
-from wandistiller.wan.lora_experts import require_no_full_model
+from wandistiller.wan.lora_experts import require_files, require_no_full_model
 
 WHERE = Place(RECIPE, "lora.start")
 
@@ -20,6 +21,14 @@ def start_bases(job: Job) -> dict[Expert, Expert]:
     return job.networks.bases or {expert: expert for expert in job.networks.student}
 
 
+def named_files(run: RunConfig) -> list[AddedLora]:
+    """Return what `lora.start` names; raises ConfigError with every file that is not here."""
+    start = (run.lora or {}).get("start")
+    added = [] if start is None else added_lora.read_added("recipe", "lora.start", start)
+    require_files(file.file for file in added)
+    return added
+
+
 def start_files(job: Job) -> list[AddedLora]:
     """Return the files of `lora.start`; of two experts those alone that a network is made of, if any is.
 
@@ -27,9 +36,8 @@ def start_files(job: Job) -> list[AddedLora]:
         ConfigError: one is no LoRA file, or nothing says for which expert it is.
     """
     lora, bases = Lora(**job.run.lora or {}), start_bases(job).values()
-    if lora.start is None:
+    if not (files := named_files(job.run)):
         return []
-    files = added_lora.read_added("recipe", "lora.start", lora.start)
     ranks = [lora.rank_of(layer) for layer in target_layers(lora, job.student_transformer)]
     flags = ["--targets", *lora.targets, "--rank", min(ranks, default=lora.rank)]
     for added in files:

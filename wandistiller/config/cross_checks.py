@@ -5,7 +5,7 @@ from dataclasses import astuple
 
 from wandistiller.batch import PATH
 from wandistiller.checkpoint.resume import CHANGEABLE
-from wandistiller.config.adapter_files import changed_adapters, start_problems
+from wandistiller.config.adapter_files import changed_adapters, named_files, start_problems
 from wandistiller.config.job import Job
 from wandistiller.config.recipe import FOLDERS
 from wandistiller.config.run_config import RunConfig
@@ -26,7 +26,7 @@ from wandistiller.network.sampling import AT_BOUNDARY, few_steps, path_sigmas
 from wandistiller.objectives.base import RunFacts
 from wandistiller.student.trainable import tuning_problems
 from wandistiller.teacher.placements.base import Placement
-from wandistiller.utils.errors import RECIPE, Problem, folder_problems, inside_problems, problem
+from wandistiller.utils.errors import RECIPE, Problem, collecting, folder_problems, inside_problems, problem
 
 
 def own_problems(run: RunConfig) -> list[str]:
@@ -36,7 +36,12 @@ def own_problems(run: RunConfig) -> list[str]:
     problems = [problem("command line", "allow_changed", key, remedy) for key in unknown]
     problems += prompt_problems(RECIPE, "sample_prompts", run.sample_prompts or [])
     problems += prompt_problems(RECIPE, "negative_prompt", [run.negative_prompt], none=True)
-    return problems + background_problems(run.background) + lora_value_problems(run.lora)
+    problems += background_problems(run.background)
+    if wrong := lora_value_problems(run.lora):
+        return problems + wrong
+    with collecting(problems):
+        named_files(run)
+    return problems
 
 
 def combined_problems(job: Job, world: int, *, here: bool) -> list[str]:

@@ -82,7 +82,7 @@ class Watchdog:
         """Note which ranks are not where all meet; `who_failed` tells it."""
         seconds = time.monotonic() - self._polled
         text = (
-            f"Of {self.world} ranks these are not at {address} after {seconds:.0f} s: {listed(ranks)}. Their "
+            f"These of {self.world} ranks are not at {address} after {seconds:.0f} s: {listed(ranks)}. Their "
             "own last lines say why if they have failed; else their nodes have not started them, or do not "
             "reach that address and port."
         )

@@ -26,7 +26,7 @@ from wandistiller.network.network import Network, Trained, without_memory
 from wandistiller.network.weight_reader import WeightReader
 from wandistiller.utils.errors import ConfigError, Place, problem, readable
 from wandistiller.utils.logging import current, set_activity
-from wandistiller.wan.added_lora import read_recorded
+from wandistiller.wan.added_lora import each_file, read_added
 from wandistiller.wan.lora_experts import BOTH, is_full_model, sides_of, split_side
 from wandistiller.wan.original_names import names_in
 from wandistiller.wan.pipeline import open_wan
@@ -157,8 +157,8 @@ class Source(NamedTuple):
         Raises:
             ConfigError: its weights or those files have changed since.
         """
-        added = read_recorded(str(self.folder), self.facts.teacher_lora)
-        teacher = self.teacher(weights=True).with_loras(added)
+        added = read_added(str(self.folder), "teacher_lora", self.facts.teacher_lora or [])
+        teacher = self.teacher(weights=True).with_loras(each_file(added))
         if teacher.identity != self.teacher_identity:
             raise ConfigError(
                 f"{self.folder}: its adapters are for the weights of {self.facts.teacher_path}, which are "

@@ -218,7 +218,7 @@ def _evaluation(output: Path, lines: list[MetricsLine]) -> dict[str, Any] | None
     if not file.is_file():
         return None
     older = outdated(read_if_exists(output / "evaluation.json"), lines)
-    parts: list[dict[str, Any]] = [{"warning": f"Of the student {older}: evaluate it again."}] * bool(older)
+    parts: list[dict[str, Any]] = [{"warning": f"Evaluated {older}: evaluate it again."}] * bool(older)
     for block in map(str.strip, file.read_text(encoding="utf-8").split("\n\n")):
         if block.startswith("|"):
             head, _, *rows = [line.strip().strip("|").split("|") for line in block.splitlines()]

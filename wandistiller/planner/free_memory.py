@@ -7,9 +7,10 @@ from math import ceil
 from wandistiller.config.job import Job
 from wandistiller.distributed import collectives
 from wandistiller.engine.ds_schema import BLOCK
-from wandistiller.planner.machine import Demand, Machine, demands, moments
+from wandistiller.planner.machine import Machine, demands, moments
 from wandistiller.planner.peak_memory import plan
 from wandistiller.student.trainable import tuning_problems
+from wandistiller.utils.system_memory import amount
 
 SPARE = 0.1
 """Share of a GPU's free memory that is left where more could be kept: as runs may take more than planned."""
@@ -33,12 +34,12 @@ def _with_optimizer(job: Job, machine: Machine) -> tuple[Job, list[str]]:
         return job, []
     zero = {k: value for k, value in engine.section("zero_optimization").items() if k != "offload_optimizer"}
     moved = replace(job, student_engine=engine.replaced(zero_optimization=zero))
-    gpu, fits = _demand(moved, machine)
+    taken, fits = _demand(moved, machine)
     tuned = replace(job.run, lora=None)  # of its checks none is about the engine
     fits &= not tuning_problems(tuned, job.student_transformer, moved.student_engine)
     if collectives.on_any_rank(not fits):
-        return job, [f"chosen    optimizer in CPU memory, as on the GPUs it needs {gpu} of {gpu.supply}"]
-    return moved, [f"chosen    optimizer on the GPUs; the run takes {gpu} of {gpu.supply}"]
+        return job, [f"chosen    optimizer in CPU memory; with it on GPUs the run needs {taken}"]
+    return moved, [f"chosen    optimizer on the GPUs; the run takes {taken}"]
 
 
 def _with_activations(job: Job, machine: Machine) -> tuple[Job, list[str]]:
@@ -53,12 +54,14 @@ def _with_activations(job: Job, machine: Machine) -> tuple[Job, list[str]]:
     fitting = bisect_left(numbers, True, key=lambda n: not _demand(keeping(n), machine)[1])
     most = fitting and numbers[fitting - 1]
     blocks = min(collectives.gather_objects(most))  # ranks that share a sample must compute alike
-    gpu, _ = _demand(keeping(blocks or numbers[0]), machine)
-    takes = f"kept; {'the run takes' if blocks else f'those of {numbers[0]} need'} {gpu} of {gpu.supply}"
-    return keeping(blocks), [f"chosen    activations of the last {blocks} of {layers} blocks {takes}"]
+    taken, _ = _demand(keeping(blocks or numbers[0]), machine)
+    kept = f"of the last {blocks} of {layers} blocks kept; the run takes {taken}"
+    none = f"of no block kept; with those of {numbers[0]} of {layers} the run needs {taken}"
+    return keeping(blocks), [f"chosen    activations {kept if blocks else none}"]
 
 
-def _demand(job: Job, machine: Machine) -> tuple[Demand, bool]:
-    """Return what `job` needs on a GPU, and whether all that it needs is there, with SPARE."""
+def _demand(job: Job, machine: Machine) -> tuple[str, bool]:
+    """Say what `job` needs of a GPU, and whether all that it needs is there, with SPARE."""
     gpu, *others = demands(moments(plan(job, machine)), machine)
-    return gpu, gpu.need <= (1 - SPARE) * gpu.free and all(d.is_met for d in [gpu, *others])
+    taken = f"{amount(gpu.need)} of {gpu.supply}"
+    return taken, gpu.need <= (1 - SPARE) * gpu.free and all(d.is_met for d in [gpu, *others])

@@ -60,14 +60,6 @@ def plan(job: Job, machine: Machine, *, coding: bool = True) -> dict[str, PhaseP
     return {name: on_host(phase) for name, phase in phases.items()}
 
 
-def activations(job: Job, machine: Machine) -> tuple[int, int]:
-    """Bytes of the student's activations with checkpointing (by default of every block) and without."""
-    p, engine = _Planner(job, machine), job.student_engine
-    recomputes = engine if engine.recompute else engine.replaced(**{RECOMPUTED: {}})
-    engines = recomputes, engine.without_recompute
-    return tuple(p.saved(job.networks.first, each, p.samples).transient for each in engines)
-
-
 def _in_step(parts: Parts) -> Parts:
     return {use: nbytes for use, nbytes in parts.items() if use.endswith(IN_STEP)}
 

@@ -62,11 +62,6 @@ AS_IS = "as given"
 """Instead of a file's name, for an engine that is not chosen."""
 NEAREST = 3
 """Number of combinations in the error message."""
-HELPS = (
-    "What helps: adapters (`--lora`) or a smaller student, fewer frames, several GPUs for each sample "
-    "(`--context_parallel`), `--prepare_batch 1`, more GPUs or nodes, more CPU memory, a larger disk for the "
-    "swap folder"
-)
 
 
 class Choice(NamedTuple):
@@ -349,10 +344,16 @@ def chosen(job: Job, machine: Machine, here: bool = False) -> Choice:
     choose = left_open(job)
     if best := next(choices(job, machine, choose, here, exact=True), None):
         return best
-    tried = formats(job, choose, exact=True)
-    every = [pair for weights in tried for pair in pairs(job, machine, choose, here, weights)]
+    every = [p for w in formats(job, choose, exact=True) for p in pairs(job, machine, choose, here, w)]
     smallest = (pair.choice(pair.sizes[0], machine) for pair in every)
     near = sorted(smallest, key=lambda choice: choice.tightest(machine).over)[:NEAREST]
     needs = "; ".join(f"{choice} would need {choice.tightest(machine)}" for choice in near)
     free = ", ".join(d.supply for d in near[0].demands(machine))
-    raise ConfigError(f"No JSONs of ds_configs/ fit. Available: {free}. The nearest: {needs}. {HELPS}.")
+    raise ConfigError(f"No JSONs of ds_configs/ fit. Available: {free}. The nearest: {needs}. {helps(job)}.")
+
+
+def helps(job: Job) -> str:
+    """Say what makes room for a run where no JSON does."""
+    text = "What helps: " if job.run.lora else "What helps: adapters (`--lora`) or a smaller student, "
+    text += "fewer frames, several GPUs for each sample (`--context_parallel`), `--prepare_batch 1`, more"
+    return text + " GPUs or nodes, more CPU memory, a larger disk for the swap folder"

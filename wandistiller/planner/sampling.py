@@ -24,8 +24,6 @@ from wandistiller.teacher.strategies import teacher_file
 from wandistiller.teacher.teacher_json import AUTO, quantized_facts, read_placement, with_keys
 from wandistiller.utils.errors import ConfigError
 
-HELPS = "What helps: fewer frames, a smaller size, more ranks for each sample (--context_parallel)"
-
 
 def read_placed(
     name: str, dtype: str, folders: Iterable[Folder], world: int, weights: str | None = None
@@ -104,8 +102,8 @@ def choose(placement: Placement, drawing: Drawing) -> tuple[Placement, int]:
     best = min(tried, key=lambda choice: choice.over)
     if best.over > 0:
         free = " and ".join(need.supply for need in best.needs)
-        text = f"memory may be short; available: {free}. {HELPS}."
-        collectives.log0("warning   %s", text, level=logging.WARNING)
+        text = "memory may be short; available: %s. What helps: fewer or smaller frames, --context_parallel."
+        collectives.log0(f"warning   {text}", free, level=logging.WARNING)
     if is_open or best.batch < drawing.batch or best.over > 0:
         collectives.log0("placed    %s", best)
     return best.placement, best.batch

@@ -92,16 +92,18 @@ def _take_over(stages: list[Job], output: Path) -> None:
 def _log_next(job: Job, output: Path) -> None:
     """Log the commands that compare a student with its teacher, and that merge a LoRA."""
     data = f"{job.data}:held_out" if job.data in TINY else job.data
-    student = output if job.networks.is_teacher_with_adapters(job.folder) else output / "student"
+    is_lora = job.networks.is_teacher_with_adapters(job.folder)
+    student = output if is_lora else output / "student"
     words = ["wandistiller", "evaluate", "--student_path", str(student), "--prompts", data]
+    if is_lora and job.data not in TINY:  # of 64 prompts the teacher's steps may take longer than the run
+        words += ["--num_prompts", "16", "--quick"]
     if (few := job.schedule.few) and few.sampler != EULER:  # else it is trained for one number
         others = (8, 16) if few.sampler == FLOW_MAP else ()
         words += ["--steps", *map(str, sorted({1, 2, len(few.sigmas), *others}))]
     collectives.log0("%-9s %s", "next", shlex.join(words))
-    if job.networks.is_teacher_with_adapters(job.folder):
+    if is_lora:
         merge = ["wandistiller", "export", "--checkpoint", str(job.output), "--output", "students/mine"]
-        collectives.log0("%-9s a pipeline with the LoRA in it:", "or")
-        collectives.log0("%-9s %s", "", shlex.join(merge))
+        collectives.log0("%-9s %s  # a pipeline with the LoRA in it", "or", shlex.join(merge))
 
 
 def _run_stage(job: Job) -> None:

@@ -1,6 +1,6 @@
 """LoRA files added to a pipeline's networks as their weights are read: W + strength B A."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,10 +12,10 @@ from torch import Tensor
 from wandistiller.experts import Expert
 from wandistiller.network.adapters import LowRank
 from wandistiller.network.weight_reader import Stored, WeightReader
-from wandistiller.utils.errors import ConfigError, Place, Problem, problem
+from wandistiller.utils.errors import ConfigError, Place, Problem
 from wandistiller.utils.files import file_digest
 from wandistiller.utils.validation import Text, check, types_of
-from wandistiller.wan.lora_experts import BOTH, SIDES, files_of, sides_of, split_side
+from wandistiller.wan.lora_experts import BOTH, SIDES, files_of, require_files, sides_of, split_side
 from wandistiller.wan.lora_files import left_out_words, read_lora, require_finite, second_time_in
 from wandistiller.wan.transformer_config import TransformerConfig
 
@@ -79,21 +79,7 @@ def read_added(where: str, key: str, value: Any) -> list[AddedLora]:
     return added
 
 
-def read_recorded(where: str, recorded: list[dict[str, Any]] | None) -> list[AddedLora]:
-    """Read the LoRA files of a run's teacher, as its facts name them.
-
-    Raises:
-        ConfigError: one is not here; its name may be relative, and an export has the last part alone.
-    """
-    added = read_added(where, "teacher_lora", recorded or [])
-    remedy = "No such file is here: start in the folder that the run was started in, or put it here."
-    away = [lora.file for lora in added if not Path(lora.file).exists()]
-    if away:
-        raise ConfigError(*(problem(where, "teacher_lora", file, remedy) for file in away))
-    return added
-
-
-def with_experts(where: Place, added: Iterable[AddedLora], networks: Iterable[Expert]) -> list[AddedLora]:
+def with_experts(where: Place, added: Sequence[AddedLora], networks: Iterable[Expert]) -> list[AddedLora]:
     """Replace folders by the files in them, and name the expert that each file is for, of two.
 
     Args:
@@ -107,8 +93,9 @@ def with_experts(where: Place, added: Iterable[AddedLora], networks: Iterable[Ex
     return [replace(lora, expert=side or None) for lora, side in zip(files, sides, strict=True)]
 
 
-def each_file(added: Iterable[AddedLora]) -> list[AddedLora]:
-    """Replace folders by the files in them."""
+def each_file(added: Sequence[AddedLora]) -> list[AddedLora]:
+    """Replace folders by the files in them; raises ConfigError with all that are not here."""
+    require_files(lora.file for lora in added)
     return [replace(lora, file=str(f)) for lora in added for f in files_of(lora.file, lora.expert or "")]
 
 

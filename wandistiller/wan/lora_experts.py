@@ -47,9 +47,8 @@ def files_of(name: str, side: str = "") -> list[Path]:
     Raises:
         ConfigError: there is no such file, or a folder does not say which.
     """
+    require_files([name])
     path = Path(os.path.expanduser(name))
-    if not path.exists():
-        raise ConfigError(f"{name}: {_absent(name, path)}")
     known = [[path / file for file in FILES.values()], adapters_of(path), [path / OF_PEFT]]
     files = next((there for group in known if (there := [f for f in group if f.is_file()])), [])
     if not files and any((path / file).is_file() for file in OF_RUNS):
@@ -66,8 +65,14 @@ def files_of(name: str, side: str = "") -> list[Path]:
     return [by_expert[Expert.of_key(side)]] if len(files) == 2 and side not in ("", BOTH) else files
 
 
+def require_files(names: Iterable[str]) -> None:
+    """Raise ConfigError with every file or folder that is not here, and what its name may be."""
+    paths = {name: Path(os.path.expanduser(name)) for name in names}
+    if away := [f"{name}: {_absent(name, path)}" for name, path in paths.items() if not path.exists()]:
+        raise ConfigError(*away)
+
+
 def _absent(name: str, path: Path) -> str:
-    """Say what a name may be that is no file here."""
     if ADDRESS.match(name):
         return "is an address. Fetch the file, and give its name here."
     if problems := unfinished(path.parent, [path.name]):
@@ -75,7 +80,7 @@ def _absent(name: str, path: Path) -> str:
     if HUB_ID.fullmatch(name) and path.suffix != ".safetensors":
         words = ["hf", "download", name, "--include", "*.safetensors", "--local-dir", path.name]
         return f"no such file here. If it is on the hub, run `{shlex.join(words)}`, and give the file."
-    return "no such file. Fix the path, or put it back: a run that goes on needs its LoRA files too."
+    return "no such file. Fix the path, or put it back; start all commands of a run in the same folder."
 
 
 def is_full_model(path: Path) -> bool:

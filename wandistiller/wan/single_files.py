@@ -165,7 +165,7 @@ def _recognised(json: Path, parts: list[_Part]) -> KnownWan:
     wan = max(known_wans(), key=equal)
     if 2 * equal(wan)[0] < len(stored):
         text = f"its tensors are those of none of these: {', '.join(wan.name for wan in known_wans())}"
-        raise ConfigError(f"{first.path}: {text}. {UNSUPPORTED} Of any other give diffusers' folder.")
+        raise ConfigError(f"{first.path}: {text}. {UNSUPPORTED} Give diffusers' folder of any other.")
     sides, text = [expert_of(part.path) for part in experts], ""
     if wan.networks < number:
         text = f"{wan.name} has one network, and here are two"

@@ -43,7 +43,7 @@ def test_a_rank_that_fails_before_the_ranks_have_met_is_named_by_the_others_afte
     codes = [absent.CODE if rank == number else 1 for rank in range(3)]
     assert f"exit codes {codes}" in text
     where = rf"waiting for all 3 ranks at 127\.0\.0\.1:\d+; because of rank {number}"
-    why = rf"Of 3 ranks these are not at \S+ after \d+ s: {number}\. Their own last lines say why"
+    why = rf"These of 3 ranks are not at \S+ after \d+ s: {number}\. Their own last lines say why"
     told = re.findall(rf"rank (\d): stopped in: {where}\. {why}", text)
     assert told == [str(rank) for rank in range(3) if rank != number]
 

@@ -25,10 +25,9 @@ def test_a_last_stage_that_is_done_and_has_lost_its_checkpoints_is_not_passed_ov
 def test_a_run_s_teacher_and_its_lora_that_are_not_here_are_named_with_the_folder_to_start_in(
     wan1: Path, tmp_path: Path
 ) -> None:
-    remedy = "is here: start in the folder that the run was started in"
     away = Source(tmp_path, Facts(teacher_path="models/wan"), {})
-    with pytest.raises(ConfigError, match=f'`teacher_path` is "models/wan". No such folder {remedy}'):
+    with pytest.raises(ConfigError, match="No such folder is here: start in the folder"):
         away.teacher(weights=False)
     added = Source(tmp_path, Facts(teacher_path=str(wan1), teacher_lora=[{"file": "style.safetensors"}]), {})
-    with pytest.raises(ConfigError, match=f'`teacher_lora` is "style.safetensors". No such file {remedy}'):
+    with pytest.raises(ConfigError, match="^style.safetensors: no such file. .* in the same folder"):
         added.base_teacher()

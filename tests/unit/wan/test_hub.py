@@ -112,7 +112,7 @@ def test_what_a_dry_run_says_will_be_fetched_is_what_is_fetched_then(online: dic
 
 
 @pytest.mark.slow
-def test_a_dry_run_of_a_hub_id_refuses_a_disk_without_room_for_the_weights(
+def test_a_plan_says_what_a_hub_id_fetches_and_a_dry_run_refuses_a_disk_without_room_for_it(
     whole: Path, tmp_path: Path
 ) -> None:
     root = shutil.copytree(whole, tmp_path / "root")
@@ -121,9 +121,10 @@ def test_a_dry_run_of_a_hub_id_refuses_a_disk_without_room_for_the_weights(
     recipe_file = write_json(tmp_path / "r.json", recipe(tmp_path, Path(ID), output_dir=str(tmp_path / "o")))
     with hub_of(root) as (address, _):
         env = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address, "HF_HUB_CACHE": str(tmp_path / "cache")}
-        words = [sys.executable, "-m", "wandistiller", "train", "--recipe", str(recipe_file), "--dry_run"]
-        err = run(words, code=2, **env).stderr
-    assert f"fetch     9313.2 GiB of {ID} into " in err
+        words = [sys.executable, "-m", "wandistiller"]
+        planned = run([*words, "plan", "--recipe", str(recipe_file)], **env).stderr
+        err = run([*words, "train", "--recipe", str(recipe_file), "--dry_run"], code=2, **env).stderr
+    assert all(f"fetch     9313.2 GiB of {ID} into " in text for text in (planned, err))
     assert "error: The teacher from the hub, and what the run writes to the same disk, take 9313.2" in err
 
 

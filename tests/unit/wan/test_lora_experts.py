@@ -112,7 +112,7 @@ def test_of_other_folders_the_file_is_asked_for(names: list[str], tmp_path: Path
     [
         ("https://huggingface.co/org/it/resolve/main/it.safetensors", "is an address. Fetch the file"),
         ("lightx2v/Wan2.2-Lightning", "`hf download lightx2v/Wan2.2-Lightning --include"),
-        ("away.safetensors", "no such file. Fix the path, or put it back: a run that goes on"),
+        ("away.safetensors", "no such file. Fix the path, or put it back; start all commands"),
     ],
 )
 def test_a_name_that_is_no_file_is_refused_with_what_to_do(name: str, text: str) -> None:
