@@ -74,7 +74,9 @@ def init(log_level: str = "info") -> None:
     __compatible_ops__["deepspeed_shm_comm"] = False
     if "RANK" not in os.environ:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        os.environ.update(alone | {"MASTER_PORT": "0"})  # any that is free
+        os.environ.update(alone)
+    if world_size() == 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        os.environ["MASTER_PORT"] = "0"  # any that is free, also beside another run that `deepspeed` started
     take_gpu()
     if not dist.is_initialized():
         watchdog = Watchdog(rank(), world_size())
