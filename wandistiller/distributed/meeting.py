@@ -78,9 +78,10 @@ class Meeting:
 
     def _open_store(self) -> Store:
         """Open the store at the address that the launcher gives; it is on rank 0, or in torchrun."""
-        is_own = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        if not is_own:
-            self._wait(self._answers, MEETING_TIMEOUT, lambda: [0])
+        is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        is_own = self.rank == 0 and not is_torchruns
+        if not is_own:  # torchrun's listens before it starts ranks: where it does not, torchrun was killed
+            self._wait(self._answers, CONNECT_TIMEOUT if is_torchruns else MEETING_TIMEOUT, lambda: [0])
         place = self.host, self.port, self.world, is_own, CONNECT_TIMEOUT
         store = TCPStore(*place, wait_for_workers=False, multi_tenant=True)
         os.environ["MASTER_PORT"] = f"{store.port}"
