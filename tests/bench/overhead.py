@@ -153,7 +153,7 @@ def time_parts(trainer: Trainer, timer: Timer) -> None:
     """Add up the time of the trainer's parts, under the names of the plain loop's where it has them."""
     parts = {
         "read and draw": (trainer.batches, "noised"),
-        "teacher": (trainer.job.objective.__class__, "predictions"),
+        "teacher": (type(trainer.teacher), "predict_all"),
         "student, forward": (trainer.student, "predict"),
         "student, backward": (trainer.student, "backward"),
         "optimizer": (trainer.student, "step"),
