@@ -18,10 +18,9 @@ def eager_backend() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def test_a_block_that_does_not_compile_is_computed_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_does_not_compile_is_computed_eagerly() -> None:
     torch.compiler.reset()
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/bin/false",))
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with torch._inductor.config.patch({"cpp.cxx": ("/bin/false",), "force_disable_caches": True}):
         assert torch.equal(compiled(lambda x: 2 * x)(torch.ones(3)), torch.full((3,), 2.0))
     torch.compiler.reset()
 
