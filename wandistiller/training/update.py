@@ -213,10 +213,8 @@ class Updates:
         """Make forward passes, block by block where weights arrive so."""
         if not self._sweeps:
             return [call() for call in calls]
-        blocks = [block for learner in self.learners.values() for block in learner.blocks]
-        for network in local_modules(self.teacher):
-            blocks += network.blocks
-        return block_by_block(blocks, calls)
+        networks = *self.learners.values(), *local_modules(self.teacher)
+        return block_by_block([block for network in networks for block in network.blocks], calls)
 
     def _micro_step(self, role: str, play: Play) -> dict[str, MicroStepResult]:
         """Compute the losses and their gradients; on the last micro-step of an update the weights change."""
