@@ -2,21 +2,18 @@
 
 python tests/gpu/measure.py kernels     # a forward and backward pass by attention backend, compiled or not
 python tests/gpu/measure.py overlap     # share of the copies of a streamed teacher that hide behind kernels
-python tests/gpu/measure.py students    # seconds of a step under each student JSON, beside a teacher
 python tests/gpu/measure.py coders      # memory of VAE and text encoder, planned and measured
 python tests/gpu/measure.py kernels --small  # tiny sizes, to see that it runs
 """
 
 import argparse
 import os
-import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 TESTS = Path(__file__).parent.parent
@@ -26,9 +23,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cuda")
 import torch
 from gpu import KIND
 from new_processes import in_new_processes
-from published_wan import SMALL, VAE21, VAE22
-from ranks import STUDENTS, has_async_io, metrics, wandistiller
-from recipes import recipe_file
+from published_wan import VAE21, VAE22
 from shipped import placement
 from small_wan import make_wan, small_transformer
 from states import state
@@ -40,7 +35,6 @@ from wandistiller.engine.patches import patch_deepspeed
 from wandistiller.engine.preflight import PACKAGES
 from wandistiller.network.names import set_parameter
 from wandistiller.teacher.build import build_teacher
-from wandistiller.utils.files import read_json
 from wandistiller.utils.keyed_random import keyed_normal
 from wandistiller.wan import pipeline, transformer
 from wandistiller.wan.components import UMT5_XXL, decoded, encoded, states, text_encoder_of, vae_of
@@ -138,40 +132,6 @@ def traced(folder: Path, name: str, size: int) -> dict[int, tuple[float, float, 
     return found
 
 
-def students(small: bool) -> Iterator[str]:
-    """Train ten layers of Wan 1.3B under each student JSON, beside a replicated teacher of that size."""
-    yield "| student | samples x micro-steps | seconds a step | peak GPU GiB |\n|---|---|---|---|"
-    sizes = {"num_attention_heads": 2} if small else {**SMALL, "text_dim": 32}
-    keys = ("num_attention_heads", "attention_head_dim", "ffn_dim")
-    sizes = {key: sizes[key] for key in keys if key in sizes}
-    with tempfile.TemporaryDirectory() as folder:
-        made = make_wan(Path(folder) / "wan", experts=1)
-        model = small_transformer(1, 2 if small else 10, **sizes)
-        model.to(torch.bfloat16).save_pretrained(made / "transformer")
-        for micro in (16, 1):
-            for name in STUDENTS[:2] if small else STUDENTS:
-                if name.endswith("nvme") and not has_async_io():
-                    continue
-                took, peak = trained(Path(folder), made, name, micro, 32 if small else 480)
-                yield f"| {name} | {micro} x {16 // micro} | {took:.2f} | {peak:.1f} |"
-    yield "=> see the table"
-
-
-def trained(folder: Path, wan: Path, student: str, micro: int, size: int) -> tuple[float, float]:
-    ds = read_json(f"ds_configs/student/{student}.json")
-    ds |= {"train_batch_size": 16, "train_micro_batch_size_per_gpu": micro}
-    ds.pop("gradient_accumulation_steps", None)
-    more = {"height": size, "width": size, "max_steps": 6, "objective": "velocity", "student_config": {}}
-    more |= {"deepspeed_config": ds, "teacher_deepspeed_config": "ds_configs/teacher/replicated.json"}
-    file = recipe_file(folder, wan, f"{student}_{micro}", resume="never", rollout_steps=2, **more)
-    wandistiller("train", "--recipe", file, accelerator=KIND)
-    output = folder / f"{student}_{micro}"
-    peaks = read_json(output / "memory.json")["train"]
-    took = median(line["seconds"] for line in metrics(output)[2:])
-    shutil.rmtree(output)  # gigabytes of a checkpoint
-    return took, max(peaks.get("peak", peaks["host_peak"]))
-
-
 def coders(small: bool) -> Iterator[str]:
     """Memory of single calls, weights left out."""
     yield "| model | call | planned MiB | measured MiB | seconds |\n|---|---|---|---|---|"
@@ -222,7 +182,7 @@ def peak_of(call: Callable[[], Any]) -> tuple[int, float]:
 
 def main() -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = {f.__name__: f for f in (kernels, overlap, students, coders)}
+    what = {f.__name__: f for f in (kernels, overlap, coders)}
     made.add_argument("what", choices=what)
     made.add_argument("--small", action="store_true")
     args = made.parse_args()
