@@ -9,7 +9,7 @@ AdamW, clipped gradients, float32. Its batches lie in memory; the trainer reads 
 noise and sigma, averages over ranks, watches and writes its metrics. Both take turns of a few steps in one
 process, so that a busy machine slows both, and their losses must agree. `same` is ZeRO-0 with the teacher in
 memory, as the plain loop has it; `streamed` copies the teacher's blocks from CPU memory for each step;
-`quickstart` offloads ZeRO-2's optimizer; in `inference` the teacher is under ZeRO-Inference too.
+`offloaded` has ZeRO-2's optimizer in CPU memory; in `quickstart` the teacher is under ZeRO-Inference too.
 """
 
 import shutil
@@ -49,8 +49,8 @@ CONFIGS = ROOT / "ds_configs"
 SETTINGS = {
     "same": ("zero0", "replicated"),
     "streamed": ("zero0", "streamed"),
-    "quickstart": ("quickstart", "replicated"),
-    "inference": ("quickstart", "zero_inference_cpu"),
+    "offloaded": ("quickstart", "replicated"),
+    "quickstart": ("quickstart", "zero_inference_cpu"),
 }
 """Student and teacher JSON; precision, optimizer and batch are the quick start's, with a constant rate."""
 TURN = 5
