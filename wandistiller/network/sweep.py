@@ -31,6 +31,10 @@ def backward_together(passes: Sequence[Callable[[], None]]) -> None:
 
     What a pass does before and after that is done for it alone.
     """
+    if len(passes) < 2:
+        for each in passes:
+            each()
+        return
     roots: list[Tensor] = []
 
     def wait(root: Tensor, *_: Any, **__: Any) -> None:

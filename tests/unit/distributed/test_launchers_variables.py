@@ -43,7 +43,7 @@ def test_a_run_of_one_rank_takes_another_port_where_its_launcher_s_is_in_use() -
         port = f"{other.getsockname()[1]}"
         env = RIGHT | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": port}
         code = "from wandistiller.distributed.collectives import init; init()"
-        run([sys.executable, "-c", code], **env)
+        assert run([sys.executable, "-c", code], **env).returncode == 0
 
 
 def test_a_command_says_it_on_stderr_and_ends_with_2() -> None:
